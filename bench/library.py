@@ -39,8 +39,8 @@ from relaxlite.runtime.replay import Recorder
 from relaxlite.target import Target
 
 GAIN = 1.1  # what a call of the library must gain at most measured sizes of a range, beyond noise
-MOST = 0.8  # the share of the sizes that are most: how kernels run at the others changes with where arrays lie
-LEAST_US = 3.0  # sizes at which the generated kernel is quicker than that need not gain
+MAX = 0.8  # the share of the sizes that are most: how kernels run at the others changes with where arrays lie
+MIN_US = 3.0  # sizes at which the generated kernel is quicker than that need not gain
 NO_LOSS = 0.95  # nowhere in a range it may lose, give or take the noise
 FEWEST = 8  # measured sizes in a range, and runs at each size
 MANY = (16, 64, 200, 512, 1000, 2048, 4096)
@@ -131,7 +131,7 @@ def best_range(rows: Sequence[Row]) -> tuple[dict[str, tuple[int | None, int | N
     values = {name: sorted({row[0][name] for row in rows}) for name in "mkn"}
     sizes = np.array([[row[0][name] for name in "mkn"] for row in rows])
     gains = np.array([ours / theirs for _, ours, theirs in rows])
-    is_long = np.array([ours >= LEAST_US for _, ours, _ in rows])
+    is_long = np.array([ours >= MIN_US for _, ours, _ in rows])
     found, most = None, 0.0
     sides = [[(low, high) for low in values[name] for high in values[name] if low <= high] for name in "mkn"]
     for box in product(*sides):
@@ -142,7 +142,7 @@ def best_range(rows: Sequence[Row]) -> tuple[dict[str, tuple[int | None, int | N
         total = float(np.log(gains[inside]).sum())
         if counted.sum() < FEWEST or total <= most or gains[inside].min() < NO_LOSS:
             continue
-        if (gains[counted] >= GAIN).mean() < MOST:
+        if (gains[counted] >= GAIN).mean() < MAX:
             continue
         found, most = (box, [row for row, is_in in zip(rows, counted, strict=True) if is_in]), total
     if found is None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LEAST_RUNS = 3
+MIN_RUNS = 3
 PATIENCE = 2.0  # seconds beyond its turn for a peer to reach them
 SETTLE_SECONDS = 1.0  # at most, for threads of a pool to stop spinning
 
@@ -24,7 +24,7 @@ def timed_runs(
     first = clock() - start
     times = [first] if first > PATIENCE else []
     deadline = clock() + seconds
-    while (now := clock()) < deadline or len(times) < LEAST_RUNS:
+    while (now := clock()) < deadline or len(times) < MIN_RUNS:
         if len(times) >= most or (times and now > deadline + PATIENCE):
             break
         reset()

@@ -32,6 +32,8 @@ _HOME = {
     "BlockBuilder": "relaxlite.ir.builder",
     "TensorType": "relaxlite.ir.types",
     "SymVar": "relaxlite.ir.symbolic",
+    "to_sympy": "relaxlite.ir.sympy_bridge",
+    "from_sympy": "relaxlite.ir.sympy_bridge",
     "RelaxliteError": "relaxlite.errors",
 }
 _SUBMODULES = (

@@ -70,7 +70,7 @@ class Microarchitecture:
     """Prefetch distance of keys and values in attention over pages of a KV cache, rounded to whole rows."""
     prefetches_next_row: bool = False
     """Whether softmax, norms and other programs over rows prefetch the next row, and where its result goes, while they
-    compute one. Where not, rows may overlap (passes/schedule/cpu/rows_in_flight.py)."""
+    compute one. Where not, rows may overlap (passes/schedule/cpu/pipelined_rows.py)."""
     hides_conversions: bool = False
     """Whether vectors are widened beside FMAs at no cost, so that each register tile may widen its weights again."""
     adds_beside_fmas: bool = False

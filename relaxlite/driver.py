@@ -20,6 +20,7 @@ from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, c
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.garbage import without_collections
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
+from relaxlite.ir.attributes import INPUT_NAMES, OUTPUT_NAMES
 from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, Let
 from relaxlite.ir.module import IRModule
@@ -33,7 +34,7 @@ from relaxlite.ir.verifier import verify
 from relaxlite.library import rules_for
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.cost import Cost
-from relaxlite.passes.graph.reachable import entries
+from relaxlite.passes.graph.reachable import entry_points
 from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.memory.donate import donated_params
 from relaxlite.passes.pipeline import default_pipeline
@@ -158,7 +159,7 @@ def build(
     signature = signature_of(module[ENTRY])  # type: ignore[arg-type]
     start = time.perf_counter()
     host = compile_host(functions, signature, code.kernels, constants, machine)
-    signatures = {name: signature_of(module[name]) for name in entries(module)[1:]}  # type: ignore[arg-type]
+    signatures = {name: signature_of(module[name]) for name in entry_points(module)[1:]}  # type: ignore[arg-type]
     others = {
         name: Entry(given, compile_host(functions, given, code.kernels, constants, machine, name))
         for name, given in signatures.items()
@@ -200,20 +201,20 @@ def _validators(module: IRModule, context: PassContext, validate: Validate) -> l
     if isinstance(validate, Mapping):
         given: Mapping[str, Sequence[Sequence[Any]] | None] = validate
     else:
-        given = dict.fromkeys(entries(module)) if validate is True else {ENTRY: validate}
+        given = dict.fromkeys(entry_points(module)) if validate is True else {ENTRY: validate}
     externs, folder = registered_functions(), str(context.dump_dir or "") or None
-    found = [Validator(module, inputs=x, externs=externs, folder=folder, entry=name) for name, x in given.items()]
-    for validator in found:
+    validators = [Validator(module, inputs=x, externs=externs, folder=folder, entry=name) for name, x in given.items()]
+    for validator in validators:
         context.observers.append(validator.check)
-    return found
+    return validators
 
 
 def signature_of(function: Function) -> Signature:
     """Names, dtypes and symbolic shapes of a function's parameters and results. Symbols of one name get suffixes."""
-    given = function.attrs.get("input_names") or tuple(p.name for p in function.params)
+    given = function.attrs.get(INPUT_NAMES) or tuple(p.name for p in function.params)
     results = function.body.result.ty
     types = result_types(results)
-    named = function.attrs.get("output_names") or tuple(f"output_{k}" for k in range(len(types)))
+    named = function.attrs.get(OUTPUT_NAMES) or tuple(f"output_{k}" for k in range(len(types)))
     assert isinstance(given, tuple) and isinstance(named, tuple)
     donated = donated_params(function)  # the last results are their new contents, which the caller's arrays hold
     types, named = types[: len(types) - len(donated)], named[: len(types) - len(donated)]
@@ -259,9 +260,9 @@ def _libraries(module: IRModule, context: PassContext) -> tuple[LibraryInfo, ...
     files = {rule.library: rule.file for rule in context.libraries or ()}
     return tuple(
         LibraryInfo(
-            name, tuple(found), files.get(name, ""), tuple(s for s, is_required in found.items() if is_required)
+            name, tuple(result), files.get(name, ""), tuple(s for s, is_required in result.items() if is_required)
         )
-        for name, found in symbols.items()
+        for name, result in symbols.items()
     )
 
 

@@ -20,8 +20,8 @@ from relaxlite.features import USED
 @cache
 def host_features() -> tuple[str, ...]:
     """All features of the machine that this process runs on, each with its sign."""
-    found = llvm.get_host_cpu_features()
-    return tuple(f"{'+' if on else '-'}{name}" for name, on in sorted(found.items()))
+    result = llvm.get_host_cpu_features()
+    return tuple(f"{'+' if on else '-'}{name}" for name, on in sorted(result.items()))
 
 
 @cache
@@ -47,14 +47,14 @@ def unknown_features(triple: str, names: tuple[str, ...]) -> tuple[str, ...]:
     )
     features = ",".join(f"+{name}" for name in names)
     done = subprocess.run([sys.executable, "-c", code, triple, features], capture_output=True, text=True, check=False)
-    found = re.findall(r"'[+-](\S+)' is not a recognized feature", done.stderr)
-    return tuple(dict.fromkeys(found))
+    result = re.findall(r"'[+-](\S+)' is not a recognized feature", done.stderr)
+    return tuple(dict.fromkeys(result))
 
 
 def known_features(names: Iterable[str]) -> list[str]:
     """Of these features of x86 those that LLVM knows, as far as can be told here: it prints warnings about others."""
-    found = llvm.get_host_cpu_features()
-    return [name for name in names if name in found] if "sse2" in found else list(names)
+    result = llvm.get_host_cpu_features()
+    return [name for name in names if name in result] if "sse2" in result else list(names)
 
 
 @cache
@@ -79,8 +79,8 @@ def enabled_features(triple: str, cpu: str, features: tuple[str, ...]) -> frozen
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
     builder.getModulePassManager().run(module, builder)
-    found = {name for name, function in without.items() if "@with(" in str(module.get_function(function))}
-    return frozenset(found | (named - set(names)))
+    result = {name for name, function in without.items() if "@with(" in str(module.get_function(function))}
+    return frozenset(result | (named - set(names)))
 
 
 def _probe(name: str, cpu: str, features: Iterable[str], statement: str) -> list[str]:

@@ -18,6 +18,7 @@ import numpy as np
 from relaxlite.config import usable_cores
 from relaxlite.driver import compile as compile_module
 from relaxlite.errors import NoFolderError
+from relaxlite.ir.attributes import SCHEDULED
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, Call, GlobalVar, Var
 from relaxlite.ir.module import IRModule
@@ -46,7 +47,7 @@ _STREAM = 8  # vectors read per step
 _SECONDS = 0.004  # of one timed call
 _REPEATS = 7  # timed calls, of which the fastest counts
 _ATTEMPTS, _NEARLY = 3, 0.85  # measurements where the first falls below this share of what threads should reach
-_MOST_BYTES = 512 << 20
+_MAX_BYTES = 512 << 20
 _UNKNOWN_L3 = 16 << 20  # where the system does not say, the RAM is measured with several times this
 
 
@@ -58,10 +59,10 @@ def limits(*, fresh: bool = False) -> MachineLimits:
     known = load_limits()
     if known is not None and not fresh:
         return known
-    found = best_of(known, measure_limits())
+    best = best_of(known, measure_limits())
     with contextlib.suppress(OSError, NoFolderError):  # no folder that can be written: measured again next time
-        save_limits(found)
-    return found
+        save_limits(best)
+    return best
 
 
 def measure_limits() -> MachineLimits:
@@ -83,8 +84,8 @@ def measure_limits() -> MachineLimits:
                 _record(speeds[level.name], threads, partial(_bandwidth, reader, lanes, threads, share))
     finally:
         threadpool.set_num_threads(before)
-    found = tuple(replace(level, gb_per_s=speeds[level.name]) for level, _ in levels)
-    return MachineLimits(cpu_name(), gflops, found)
+    result = tuple(replace(level, gb_per_s=speeds[level.name]) for level, _ in levels)
+    return MachineLimits(cpu_name(), gflops, result)
 
 
 def _record(figures: dict[int, float], threads: int, measure: Callable[[], float]) -> None:
@@ -102,13 +103,13 @@ def _record(figures: dict[int, float], threads: int, measure: Callable[[], float
 def _levels() -> list[tuple[MemoryLevel, int]]:
     """The memories, without speeds, and how many bytes to read of each (per thread, of what is private)."""
     capacities = {number: host_cache_bytes(number) for number in (1, 2, 3)}
-    found = []
+    result = []
     for number, capacity in capacities.items():
         if capacity is not None:
             is_private = number < 3
-            found.append((MemoryLevel(f"L{number}", capacity, is_private, {}), capacity // (2 if is_private else 4)))
-    nbytes = min(4 * (capacities[3] or _UNKNOWN_L3), _MOST_BYTES, MEMORY_LIMIT // 4)
-    return [*found, (MemoryLevel("RAM", None, False, {}), nbytes)]
+            result.append((MemoryLevel(f"L{number}", capacity, is_private, {}), capacity // (2 if is_private else 4)))
+    nbytes = min(4 * (capacities[3] or _UNKNOWN_L3), _MAX_BYTES, MEMORY_LIMIT // 4)
+    return [*result, (MemoryLevel("RAM", None, False, {}), nbytes)]
 
 
 # The kernels. Each thread works on its own row; `repeats` and `threads` are the lengths of two arrays.
@@ -179,7 +180,7 @@ def _parallel(
     inputs: list[Buffer], out: Buffer, symbols: tuple[SymVar, ...], thread: SymVar, body: Stmt
 ) -> TensorProgram:
     loop = For(thread, symbols[1], body, "parallel")
-    return TensorProgram((*inputs, out), symbols, loop, attrs=Attrs({"scheduled": True}))
+    return TensorProgram((*inputs, out), symbols, loop, attrs=Attrs({SCHEDULED: True}))
 
 
 def _compiled(program: TensorProgram) -> Executable:

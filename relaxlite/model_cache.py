@@ -33,7 +33,7 @@ from relaxlite.runtime.executable import ExecutableData
 from relaxlite.version import __version__
 
 KEY_DIGITS = 16
-_MOST_SIGNS = 50  # of a name, of which each may take 4 of the 255 bytes that systems allow
+_MAX_SIGNS = 50  # of a name, of which each may take 4 of the 255 bytes that systems allow
 _FILE = re.compile(rf"(.+)-[0-9a-f]{{{KEY_DIGITS}}}\.rlx")
 _ABANDONED = re.compile(rf"\.{_FILE.pattern}\.\w+\.tmp")  # of a process that was killed while it wrote
 _ABANDONED_SECONDS = 3600.0  # a file this old belongs to no running process
@@ -144,8 +144,8 @@ def find_or_make(
     place = place_of(source, kind, options)
     if place is None:
         return make()
-    if (found := place.find(verify=verify)) is not None:
-        return found
+    if (result := place.find(verify=verify)) is not None:
+        return result
     tuning = config.get("tuning")
     data = place.make([*_files_of(source), *files, *([Path(tuning)] if tuning else [])], make, more)
     return place.find() or data  # with weights that are mapped, as from now on
@@ -164,7 +164,7 @@ def place_of(source: Path, kind: str, options: Mapping[str, Any]) -> Place | Non
     except NoFolderError as error:
         _warn_once(None, str(error).partition(";")[0])
         return None
-    name = (path.name if path.is_dir() else path.stem)[:_MOST_SIGNS]
+    name = (path.name if path.is_dir() else path.stem)[:_MAX_SIGNS]
     given = sorted((option, repr(value)) for option, value in options.items() if value is not None)
     knobs = [config.get(knob) for knob in _KNOBS]
     key = repr([str(path), kind, given, knobs, _makers(), _processor()]).encode(errors="surrogateescape")
@@ -178,13 +178,13 @@ def folder() -> Path:
 
 def kept() -> list[Kept]:
     """All that is kept, by name."""
-    found = []
+    result = []
     for path in _listed():
         if match := _FILE.fullmatch(path.name):
             with contextlib.suppress(OSError):  # another process has removed it
                 status = path.stat()
-                found.append(Kept(match[1], path, status.st_size, status.st_mtime))
-    return found
+                result.append(Kept(match[1], path, status.st_size, status.st_mtime))
+    return result
 
 
 def _listed() -> list[Path]:
@@ -197,13 +197,13 @@ def _listed() -> list[Path]:
 
 def clear() -> list[Kept]:
     """Remove all that is kept, and nothing else that may lie in the folder; says what that was."""
-    found = kept()
-    for model in found:
+    result = kept()
+    for model in result:
         model.path.unlink(missing_ok=True)
     _remove_abandoned(age=0)
     with contextlib.suppress(OSError):  # there is none, or something else is in it
         folder().rmdir()
-    return found
+    return result
 
 
 _ANOTHER_FOLDER = "RELAXLITE_CACHE to a folder that can be written to, or RELAXLITE_MODEL_CACHE_MB to 0"
@@ -231,11 +231,11 @@ def _remove_abandoned(*, age: float) -> None:
 def _evict(newest: Path) -> None:
     """Remove what was not used for longest until the limit is kept; the newest too where it alone exceeds that."""
     _remove_abandoned(age=_ABANDONED_SECONDS)
-    limit, found = config.get("model_cache_mb") * 10**6, kept()
-    total = sum(model.bytes for model in found)
+    limit, result = config.get("model_cache_mb") * 10**6, kept()
+    total = sum(model.bytes for model in result)
     if total <= limit:
         return
-    for model in sorted(found, key=lambda model: (model.path == newest, model.used)):
+    for model in sorted(result, key=lambda model: (model.path == newest, model.used)):
         if total <= limit * (1 if model.path == newest else _ROOM):
             break
         with contextlib.suppress(OSError):  # another process has been faster, or has it open (Windows)

@@ -32,8 +32,8 @@ def rerun(path: str) -> str | None:
             return None
         name = what.removeprefix("pass ")
         step = PASSES.get(name) or Pass(name, lambda module, _: _present(after), "graph")
-        made = step.run(before, PassContext(Target.parse("llvm")))
-        validator.check(step, before, made)
+        result = step.run(before, PassContext(Target.parse("llvm")))
+        validator.check(step, before, result)
     except ValidationError as error:
         return str(error)
     return None

@@ -39,6 +39,7 @@ from relaxlite.passes.context import DEFAULT_PRECISION, PassContext
 from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products.choice import DEFAULT, ScheduleChoice, axes
+from relaxlite.passes.products.strategy_table import BY_NAME
 from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.passes.schedule.tuning import TunedProgram, Tuning, program_key
 from relaxlite.records import dataclass
@@ -52,7 +53,7 @@ MIN_GAIN = 1.03  # what is gained less is noise
 ROUNDS = 4
 UNBOUNDED = 64  # the largest size that is guessed for a symbol without an upper bound
 TURN_SECONDS = 0.01  # of one choice at one size
-LEAST_RUNS, MOST_RUNS = 3, 200
+MIN_RUNS, MAX_RUNS = 3, 200
 LOW_PERCENTILE = 20.0  # on a machine that others use too, the fast runs say what a kernel takes
 TOLERANCE = {"float16": 1e-2, "bfloat16": 5e-2}  # of a result's largest magnitude; sums may be added in another order
 USUAL_TOLERANCE = 1e-4
@@ -94,7 +95,7 @@ def tune(
         raise InvalidArgumentError(f"tuning runs what it compiles, so the target must be this machine, not {machine}")
     if threads is not None:
         threadpool.set_num_threads(threads)
-    found = Tuning() if tuning is None else tuning
+    result = Tuning() if tuning is None else tuning
     tasks = find_tasks(module, samples, machine, precision)
     with tqdm(tasks, desc="tune", unit="program", disable=not progress) as bar:
         for task in bar:
@@ -105,10 +106,10 @@ def tune(
                 bar.write(f"{task.name} does not run on its own and is left as it is: {error}", file=sys.stderr)
                 continue
             if entry is None:
-                found.remove(task.program, machine)  # an older choice is no better than the rules any more
+                result.remove(task.program, machine)  # an older choice is no better than the rules any more
             else:
-                found.add(task.program, machine, entry)
-    return found
+                result.add(task.program, machine, entry)
+    return result
 
 
 # What there is to tune
@@ -121,7 +122,7 @@ def sample_shapes(module: IRModule) -> list[dict[str, tuple[int, ...]]]:
     types = [p.ty for p in main.params if isinstance(p.ty, TensorType) and p.ty.shape is not None]
     symbols = list(dict.fromkeys(s for ty in types for s in type_symbols(ty)))
     names = [spec.name for spec in signature_of(main).inputs]
-    found: list[dict[str, tuple[int, ...]]] = []
+    result: list[dict[str, tuple[int, ...]]] = []
     for part in (0.0, 0.5, 1.0):
         values = {symbol: _between(symbol, part) for symbol in symbols}
         shapes = {
@@ -129,9 +130,9 @@ def sample_shapes(module: IRModule) -> list[dict[str, tuple[int, ...]]]:
             for name, p in zip(names, main.params, strict=True)
             if isinstance(p.ty, TensorType) and p.ty.shape is not None
         }
-        if shapes not in found:
-            found.append(shapes)
-    return found
+        if shapes not in result:
+            result.append(shapes)
+    return result
 
 
 def _between(symbol: SymVar, part: float) -> int:
@@ -154,7 +155,7 @@ def find_tasks(
     total = 0.0
     for sample in samples:
         replay = recorder.record(sample)
-        times = np.min([replay.seconds() for _ in range(LEAST_RUNS)], axis=0) if replay.calls else ()
+        times = np.min([replay.seconds() for _ in range(MIN_RUNS)], axis=0) if replay.calls else ()
         for call, seconds in zip(replay.calls, times, strict=True):
             total += seconds
             program = programs.get(call.kernel)
@@ -183,7 +184,7 @@ def _split_pipeline() -> tuple[list[Pass], list[Pass]]:
 
 def _constant_inputs(module: IRModule) -> dict[str, frozenset[int]]:
     """By program: the inputs of known sizes for which every call passes a constant."""
-    found: dict[str, frozenset[int]] = {}
+    result: dict[str, frozenset[int]] = {}
     programs = module.programs()
     for function in module.functions().values():
         for body in bodies(function):
@@ -193,8 +194,8 @@ def _constant_inputs(module: IRModule) -> dict[str, frozenset[int]]:
                     name = value.callee.name
                     pairs = enumerate(zip(value.args, programs[name].inputs, strict=True))
                     here = frozenset(k for k, (arg, b) in pairs if isinstance(arg, Constant) and _is_known(b))
-                    found[name] = found.get(name, here) & here
-    return found
+                    result[name] = result.get(name, here) & here
+    return result
 
 
 def _is_known(buffer: Buffer) -> bool:
@@ -210,8 +211,8 @@ def search(task: Task, target: Target) -> TunedProgram | None:
     rules = bench.contender(DEFAULT)
     assert rules is not None  # the first is never refused
     best = rules
-    for axis in axes(target.num_vector_registers):
-        rivals = [found for choice in axis if (found := bench.contender(best.choice.updated(choice))) is not None]
+    for axis in axes(target.num_vector_registers, BY_NAME):
+        rivals = [result for choice in axis if (result := bench.contender(best.choice.updated(choice))) is not None]
         if not rivals:
             continue
         winner = bench.tournament([rules, *([] if best is rules else [best]), *rivals])
@@ -236,7 +237,7 @@ class _Contender:
         for replay, times in zip(self.replays, self.times, strict=True):
             replay.run()
             spent, runs = 0.0, 0
-            while runs < LEAST_RUNS or (spent < TURN_SECONDS and runs < MOST_RUNS):
+            while runs < MIN_RUNS or (spent < TURN_SECONDS and runs < MAX_RUNS):
                 seconds = sum(replay.seconds())
                 times.append(seconds)
                 spent, runs = spent + seconds, runs + 1

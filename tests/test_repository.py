@@ -77,7 +77,7 @@ LATE_IMPORTS = {
     "relaxlite/dtypes.py": {"ml_dtypes"},  # 2 MB, for bfloat16 only
     "relaxlite/frontend/llm/gguf_grids.py": {"gguf"},  # 0.2 s to import, for formats that few files have
     "relaxlite/frontend/llm/gguf_tokenizer.py": {"tokenizers"},  # half a second to import
-    "relaxlite/ir/analyzer.py": {"sympy"},  # half a second to import, and rarely needed
+    "relaxlite/ir/sympy_bridge.py": {"sympy"},  # optional
     "relaxlite/ir/module.py": {"relaxlite.ir.printer"},  # the printer knows every node
     "relaxlite/llm/loading.py": {"relaxlite.llm.compiling", "relaxlite.model_cache"},  # as relaxlite/loading.py
     "relaxlite/llm/model.py": {"relaxlite.llm.templates"},  # Jinja2, and with it OpenSSL: 7 MB, for chats only
@@ -248,7 +248,7 @@ def test_only_config_reads_our_environment_variables() -> None:
     assert [p.name for p in SOURCES if "environ" in p.read_text("utf-8") and p.name != "models.py"] == ["config.py"]
 
 
-@pytest.mark.parametrize("path", [*SOURCES, ROOT / "README.md", *(ROOT / "docs").glob("*.md")], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*SOURCES, ROOT / "README.md", *(ROOT / "docs").rglob("*.md")], ids=lambda p: p.name)
 def test_every_variable_that_is_named_exists(path: Path) -> None:
     known = {knob.variable for knob in config.KNOBS.values()}
     assert set(re.findall(r"RELAXLITE_[A-Z_]*[A-Z]", path.read_text("utf-8"))) <= known
@@ -256,12 +256,30 @@ def test_every_variable_that_is_named_exists(path: Path) -> None:
 
 # README and docs
 
-README_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = "\n".join(path.read_text("utf-8") for path in DOCUMENTS)
+BLOCKS = [
+    pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
+    for path in DOCUMENTS
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.DOTALL))
+]
 
 
-@pytest.mark.parametrize("number", range(len(README_BLOCKS)))
-def test_readme_code_runs(number: int, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", README_BLOCKS[number]], check=True, cwd=tmp_path, env=ENVIRONMENT)
+@pytest.mark.parametrize("code", BLOCKS)
+def test_code_in_documents_runs(code: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=ENVIRONMENT)
+
+
+def test_the_readme_is_short() -> None:
+    assert README.count("\n") < 150
+
+
+def test_the_tour_takes_one_afternoon() -> None:
+    files = re.findall(
+        r"^\| \d+ \| `(relaxlite/[\w/]+\.py)`", (ROOT / "docs" / "tour.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert files and files[0] == "relaxlite/driver.py" and len(files) <= 30
+    assert sum((ROOT / file).read_text("utf-8").count("\n") for file in files) <= 8000
 
 
 def test_readme_begins_with_the_two_commands() -> None:
@@ -300,10 +318,10 @@ def test_the_table_of_ops_is_up_to_date() -> None:
 
 
 def test_links_in_documents_lead_somewhere() -> None:
-    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for document in DOCUMENTS:
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text("utf-8")):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
-    for path in re.findall(r"`((?:relaxlite|docs|examples|tests)/[\w/.]+)`", README):
+    for path in re.findall(r"`((?:relaxlite|docs|examples|tests)/[\w/.]+)`", TEXTS):
         assert (ROOT / path).exists(), path
 
 

@@ -22,7 +22,7 @@ REFERENCES = (
     "relaxlite",
     "relaxlite-kernels",
 )  # the first that has run a case is what others must equal
-MOST_RUNS = 400  # of a turn
+MAX_RUNS = 400  # of a turn
 OURS = ("machine", "relaxlite", "relaxlite-compile", "relaxlite-kernels", "relaxlite-bf16")
 
 
@@ -140,7 +140,7 @@ def _run_case(case: Case, workers: Mapping[str, Worker], rounds: int, turn_secon
         for name in [*ready[turn:], *ready[:turn]]:  # nobody always follows the same other one
             if timings[name].problem is None:
                 try:
-                    seconds[name] += workers[name].time(turn_seconds, MOST_RUNS)
+                    seconds[name] += workers[name].time(turn_seconds, MAX_RUNS)
                 except PeerError as error:
                     timings[name].problem = str(error)
     for name in ready:

@@ -75,7 +75,7 @@ class Worker:
         return list(self._ask("prepare", case))
 
     def time(self, seconds: float, most: int) -> list[float]:
-        """Seconds of each of up to `most` runs in about `seconds`, at least LEAST_RUNS; one more, before, warms up."""
+        """Seconds of each of up to `most` runs in about `seconds`, at least MIN_RUNS; one more, before, warms up."""
         return list(self._ask("time", seconds, most))
 
     def once(self, case: Case) -> float:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPARED = 32  # tokens of the prompt whose logits are compared
 BEYOND_CACHES = 1 << 30  # bytes
 COMPILE = "import sys; from relaxlite.cli import main; sys.exit(main(sys.argv[1:]))"
-MOST_READS = 400
+MAX_READS = 400
 
 
 class BenchmarkError(RelaxliteError):
@@ -237,7 +237,7 @@ def _measure_reads(result: ModelResult, options: Options) -> None:
             worker.open(cpu_cases.Workload("read", "read", Path(), (), ("machine",), threads))
             for size in sizes:
                 worker.prepare(cpu_cases.Case("read", (), cpu_cases.Work("read", size)))
-                seconds = statistics.median(worker.time(min(options.turn, 0.5), MOST_READS))
+                seconds = statistics.median(worker.time(min(options.turn, 0.5), MAX_READS))
                 result.reads.setdefault((threads, size), []).append(size / seconds)
         finally:
             worker.close()

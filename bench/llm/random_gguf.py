@@ -24,7 +24,7 @@ VERSION = 1  # of what is written; another one is another file
 FILE_TYPE = 2  # mostly Q4_0
 Q4_0_RMS = 4.637  # of a random code less 8
 Q6_K_RMS = 18.48  # of a random code less 32
-LEAST_SCALE, MOST_SCALE, SCALE_RMS = 32, 127, 84.2  # of Q6_K's eight-bit scales
+MIN_SCALE, MAX_SCALE, SCALE_RMS = 32, 127, 84.2  # of Q6_K's eight-bit scales
 EMBEDDING_SIZE, LOGIT_SIZE = 1.0, 2.0  # standard deviations
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of tokens
 
@@ -187,7 +187,7 @@ def _q4_0(rng: np.random.Generator, count: int, deviation: float) -> Array:
 
 def _q6_k(rng: np.random.Generator, count: int, deviation: float) -> Array:
     blocks = _random_bytes(rng, count // 256, 210)
-    scales = rng.integers(LEAST_SCALE, MOST_SCALE, (len(blocks), 16), np.int8, endpoint=True)
+    scales = rng.integers(MIN_SCALE, MAX_SCALE, (len(blocks), 16), np.int8, endpoint=True)
     scales *= rng.choice(np.array([-1, 1], np.int8), scales.shape)
     blocks[:, 192:208] = scales.view(np.uint8)
     blocks[:, 208:] = np.array([deviation / (Q6_K_RMS * SCALE_RMS)], np.float16).view(np.uint8)

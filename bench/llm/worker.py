@@ -33,7 +33,7 @@ PEERS = {
     "llama.cpp-flash": "llama_peer.LlamaCppFlash",
     "transformers": "transformers_peer.Transformers",
 }
-MOST_RUNS = 50
+MAX_RUNS = 50
 
 
 def peer_class(name: str) -> type[Peer]:
@@ -112,10 +112,10 @@ def _times(peer: Peer, case: Case, prompts: list[list[int]], turn: float) -> lis
     gc.collect()
     if not case.new:
         settle()
-        return timed_runs(lambda: peer.start(prompts), turn, MOST_RUNS)
+        return timed_runs(lambda: peer.start(prompts), turn, MAX_RUNS)
     after = peer.start(prompts)
     settle()
-    return timed_runs(_reply(peer, after, case.new), turn, MOST_RUNS, reset=lambda: peer.rewind(case.context))
+    return timed_runs(_reply(peer, after, case.new), turn, MAX_RUNS, reset=lambda: peer.rewind(case.context))
 
 
 def _reply(peer: Peer, after: list[int], count: int) -> Callable[[], None]:

@@ -18,10 +18,10 @@ def execute(args: argparse.Namespace) -> None:
         print(f"removed {kernels.entries} entries, {bytes_text(kernels.bytes)}, from {cache.folder}")
         print(f"removed {_all(models)}, from {model_cache.folder()}")
         return
-    found = cache.size()
+    result = cache.size()
     print(f"folder   {cache.folder}")
-    print(f"entries  {found.entries} (compiled kernels, scheduled programs)")
-    print(f"size     {bytes_text(found.bytes)}")
+    print(f"entries  {result.entries} (compiled kernels, scheduled programs)")
+    print(f"size     {bytes_text(result.bytes)}")
     print(f"limit    {bytes_text(limit) if limit else 'switched off'}")
     models = model_cache.kept()
     print(f"\nfolder   {model_cache.folder()}")

@@ -158,15 +158,15 @@ class _Interruption:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[_Interruption]:
-    found = _Interruption()
+    result = _Interruption()
 
     def note(number: int, frame: FrameType | None) -> None:
-        if found.came or not found.waits:
+        if result.came or not result.waits:
             raise KeyboardInterrupt
-        found.came = True
+        result.came = True
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield found
+        yield result
     finally:
         signal.signal(signal.SIGINT, before)

@@ -35,16 +35,16 @@ def execute(args: argparse.Namespace) -> None:
     window = args.window if args.window is not None else min(512, *contexts)
     total = count_predictions(len(tokens), len(prefix))
     with tqdm(total=total, desc="eval", unit="token", disable=None, leave=False) as bar:
-        found = evaluate(
+        result = evaluate(
             llm.engine, tokens, window=window, stride=args.stride, prefix=prefix,
             against=None if reference is None else reference.engine, progress=bar.update,
         )  # fmt: skip
     if args.json:
         given = {name: getattr(args, name) for name in ("model", "against", "quantize", "cache_dtype", "precision")}
-        print(json.dumps({**given, **_without_infinities(asdict(found))}, allow_nan=False))
+        print(json.dumps({**given, **_without_infinities(asdict(result))}, allow_nan=False))
     else:
-        _show(args, found)
-    print(f"{found.tokens} tokens in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        _show(args, result)
+    print(f"{result.tokens} tokens in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
 
 def _without_infinities(value: Any) -> Any:

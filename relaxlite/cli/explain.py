@@ -26,19 +26,19 @@ def execute(args: argparse.Namespace) -> None:
         check_not_compiled(args, output="-o")
         data = open_data(args)
         sizes_of(data.signature.inputs, shapes)
-        found = compiled_summary(name, data)
+        result = compiled_summary(name, data)
     else:
         output = _output(args.output)
         context = make_context(args)
         explanation = explain(import_model(args, context), context.target, name=name, context=context)
         show_timings(args, context.timings)
         sizes = sizes_of(explanation.data.signature.inputs, shapes)
-        found = summary(explanation, sizes)
+        result = summary(explanation, sizes)
         if output is not None:
             output.write_text(page(explanation, sizes, code=not args.no_code), "utf-8")
             print(f"-> {output}, {bytes_text(output.stat().st_size)}")
             return
-    print(json.dumps(found, indent=1) if args.json else summary_text(found), end="\n" if args.json else "")
+    print(json.dumps(result, indent=1) if args.json else summary_text(result), end="\n" if args.json else "")
 
 
 def _output(text: str | None) -> Path | None:

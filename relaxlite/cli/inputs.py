@@ -42,14 +42,14 @@ def make_inputs(
     _check_ranks(specs, known)
     symbols = _sizes_of_symbols(specs, known)
     ways = f"say{', or a file with --input' if takes_files else ''}{_step_hint(specs)}"
-    made = {}
+    result = {}
     for spec in specs:
         array = arrays.get(spec.name)
         if array is None:
             shape = known[spec.name] if spec.name in known else _shape_from(spec, symbols, shape_option, ways)
             array = _random(spec, shape, ranges.get(spec.name), rng)
-        made[spec.name] = array
-    return made
+        result[spec.name] = array
+    return result
 
 
 def _check_names(specs: Sequence[TensorSpec], given: Iterable[str]) -> None:

@@ -99,27 +99,27 @@ def _calls_text(host: dict[str, Any]) -> str:
 
 
 def _show(data: ExecutableData) -> None:
-    found = summary(data)
+    result = summary(data)
     for title, specs in (("inputs", data.signature.inputs), ("outputs", data.signature.outputs)):
         _show_lines(title, [str(spec) for spec in specs])
-    source = found["source"]
+    source = result["source"]
     parts = [str(source.get("producer", "")), f"opset {source['opset']}" if source.get("opset") else ""]
     _show_lines("source", [", ".join(filter(None, parts))] if any(parts) else [])
-    if (language := found["language_model"]) is not None:
+    if (language := result["language_model"]) is not None:
         facts = ("architecture", "vocab", "context", "stop", *(["chat_template"] if language["chat_template"] else []))
         texts = [f"{name} {'yes' if name == 'chat_template' else language[name]}" for name in facts]
         origin = [f"{name}: {value}" for name, value in language["provenance"].items()]
         _show_lines("language", [", ".join(texts), *origin])
-    target, weights = found["target"], found["weights"]
+    target, weights = result["target"], result["weights"]
     _show_lines("target", [f"{target['cpu']}, {target['triple']}, LLVM {target['llvm']}"])
     _show_lines("weights", [f"{weights['tensors']} tensors, {bytes_text(weights['bytes'])}"])
-    _show_lines("code", [f"{len(found['kernels'])} kernels, {bytes_text(found['object_code_bytes'])}"])
-    others = [f"{name}: {_calls_text(host)}" for name, host in found["other_functions"].items()]
-    _show_lines("calls", [_calls_text(found["host_function"]), *others])
-    _show_lines("memory", _memory_lines(found["arena_bytes"], found["memory"]))
+    _show_lines("code", [f"{len(result['kernels'])} kernels, {bytes_text(result['object_code_bytes'])}"])
+    others = [f"{name}: {_calls_text(host)}" for name, host in result["other_functions"].items()]
+    _show_lines("calls", [_calls_text(result["host_function"]), *others])
+    _show_lines("memory", _memory_lines(result["arena_bytes"], result["memory"]))
     _show_lines("libraries", [str(library) for library in data.libraries])
-    _show_counts("ops", "in all", found["ops"])
-    _show_counts("kernels", "calls", found["kernels"])
+    _show_counts("ops", "in all", result["ops"])
+    _show_counts("kernels", "calls", result["kernels"])
 
 
 def _memory_lines(arena: int | str, memory: Mapping[str, Any]) -> list[str]:

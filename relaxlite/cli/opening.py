@@ -72,22 +72,22 @@ def open_data(args: argparse.Namespace, *, to_run: bool = True) -> ExecutableDat
 def is_compiled(path: str, *, suggesting: Sequence[str] = ("onnx", "rlx", "gguf")) -> bool:
     """Whether a file is, or says that it is, made by `relaxlite compile`. Raises RelaxliteError if there is none, and
     for a folder, of which it suggests a file with one of these endings."""
-    found = Path(path)
-    if not path or not found.exists():
+    result = Path(path)
+    if not path or not result.exists():
         raise RelaxliteError(f"there is no file {path!r}")
     if is_checkpoint(path):
         return False
-    if found.is_dir():
-        inside = sorted(file for ending in suggesting for file in found.glob(f"*.{ending}"))
+    if result.is_dir():
+        inside = sorted(file for ending in suggesting for file in result.glob(f"*.{ending}"))
         hint = f"give the path of a model in it, as {str(inside[0])!r}" if inside else "give the path of a model in it"
-        if (found / "adapter_config.json").exists():
+        if (result / "adapter_config.json").exists():
             hint = "merge the adapter (LoRA) that it holds into its model"
         raise RelaxliteError(f"{path!r} is a folder; {hint}")
-    if found.suffix == ".safetensors" or found.name == "config.json":
-        raise RelaxliteError(f"{path!r} is one file of a Hugging Face folder; give the folder, {str(found.parent)!r}")
-    if found.suffix == ".rlx" or not found.is_file():  # what is read from a pipe cannot be read again
-        return found.suffix == ".rlx"
-    with open(found, "rb") as file:
+    if result.suffix == ".safetensors" or result.name == "config.json":
+        raise RelaxliteError(f"{path!r} is one file of a Hugging Face folder; give the folder, {str(result.parent)!r}")
+    if result.suffix == ".rlx" or not result.is_file():  # what is read from a pipe cannot be read again
+        return result.suffix == ".rlx"
+    with open(result, "rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 

@@ -31,14 +31,14 @@ class _Parser(argparse.ArgumentParser):
     gathers: str | None = None  # an argument that takes words behind options too, where argparse stops looking for any
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, rest = super().parse_known_args(args, namespace)
+        result, rest = super().parse_known_args(args, namespace)
         if self.gathers is not None:
             words = [word for word in rest if not word.startswith("-")]
-            setattr(found, self.gathers, [*getattr(found, self.gathers), *words])
+            setattr(result, self.gathers, [*getattr(result, self.gathers), *words])
             rest = [word for word in rest if word.startswith("-")]
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}{self._nearest(rest)}")
-        return found, rest
+        return result, rest
 
     def _nearest(self, words: list[str]) -> str:
         """A hint, where the first option among them looks like one that there is."""
@@ -516,13 +516,13 @@ class Named(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, item: Any, option_string: str | None = None) -> None:
         name, sign, text = item.partition("=") if self._split == "first" else item.rpartition("=")
-        found = getattr(namespace, self.dest)
+        result = getattr(namespace, self.dest)
         try:
             if not sign or not name:
                 raise argparse.ArgumentTypeError(f"{item!r} is not of the form {self.metavar}")
-            if name in found:
+            if name in result:
                 raise argparse.ArgumentTypeError(f"{name!r} is given twice")
-            setattr(namespace, self.dest, {**found, name: self._parse(text)})
+            setattr(namespace, self.dest, {**result, name: self._parse(text)})
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentError(self, str(error)) from None
 

@@ -67,12 +67,12 @@ def _save(outputs: Mapping[str, np.ndarray], folder: Path) -> dict[str, Path]:
 
 def file_names(names: Iterable[str]) -> dict[str, str]:
     """A file name for each tensor: signs that file systems have uses for become "_", and no two are equal."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name in names:
         plain = re.sub(r"[^\w.-]", "_", name).lstrip(".") or "_"
         unique, count = plain, 0
-        while f"{unique}.npy".lower() in (file.lower() for file in found.values()):
+        while f"{unique}.npy".lower() in (file.lower() for file in result.values()):
             count += 1
             unique = f"{plain}_{count}"
-        found[name] = f"{unique}.npy"
-    return found
+        result[name] = f"{unique}.npy"
+    return result

@@ -1,4 +1,4 @@
-"""Functions at stage "vm" -> VM bytecode (docs/architecture.md, Bytecode)."""
+"""Functions at stage "vm" -> VM bytecode (docs/runtime-abi.md, Bytecode)."""
 
 from __future__ import annotations
 

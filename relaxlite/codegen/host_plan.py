@@ -180,9 +180,11 @@ class _Values:
 def _prepare(values: _Values, num_outputs: int) -> tuple[Prepared | None, ...]:
     prepared: list[Prepared | None] = []
     for operand in values.results(num_outputs) or (Const(0),) * num_outputs:
-        found = _allocation(values, operand)
+        result = _allocation(values, operand)
         taken = {other.site for other in prepared if other is not None}
-        prepared.append(None if found is None or found.site in taken or _in_loop(values.code, found.site) else found)
+        prepared.append(
+            None if result is None or result.site in taken or _in_loop(values.code, result.site) else result
+        )
     return tuple(prepared)
 
 
@@ -207,7 +209,7 @@ def _releases(code: Sequence[Instruction], variables: frozenset[int], given: int
     """
     ends = sorted({*_jump_targets(code), *(k for k, i in enumerate(code) if not isinstance(i, Call))})
     readers = _readers(code)
-    found: dict[int, tuple[int, ...]] = {}
+    result: dict[int, tuple[int, ...]] = {}
     for site, instruction in enumerate(code):
         if isinstance(instruction, Call) and instruction.callee in _NEW_MEMORY and site != given:
             last = _last_use(code, readers, instruction.dst, site)
@@ -215,8 +217,8 @@ def _releases(code: Sequence[Instruction], variables: frozenset[int], given: int
             is_straight = following == len(ends) or last < ends[following]
             is_arena = instruction.callee == "builtin:alloc_arena" and not _in_loop(code, last)
             if (is_straight or is_arena) and instruction.dst not in variables:
-                found[last] = (*found.get(last, ()), site)
-    return found
+                result[last] = (*result.get(last, ()), site)
+    return result
 
 
 def _readers(code: Sequence[Instruction]) -> Mapping[int, list[int]]:

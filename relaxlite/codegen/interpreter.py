@@ -88,10 +88,10 @@ def program_symbols(
         return dict(symbols)
     if symbols is not None:
         return dict(zip(program.symbols, symbols, strict=True))
-    found: Symbols = {}
+    result: Symbols = {}
     for buffer, array in zip(program.inputs, inputs, strict=True):
-        found.update((d, n) for d, n in zip(buffer.shape, array.shape, strict=True) if isinstance(d, SymVar))
-    return found
+        result.update((d, n) for d, n in zip(buffer.shape, array.shape, strict=True) if isinstance(d, SymVar))
+    return result
 
 
 class Interpreter:
@@ -158,9 +158,9 @@ class _Frame:
 
     def _match_shape(self, binding: MatchShape) -> None:
         value = self.eval(binding.source)
-        found = value if isinstance(value, tuple) else value.shape
+        shape = value if isinstance(value, tuple) else value.shape
         where = f"{binding.var.name} (at {binding.loc})" if binding.loc else binding.var.name
-        match_dims(binding.shape, found, self.symbols, where)
+        match_dims(binding.shape, shape, self.symbols, where)
         self.assign(binding.var, value)
 
     def eval(self, expr: Expr) -> Any:
@@ -224,8 +224,8 @@ class _Frame:
             return self._call_decomposed(op, call, args)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the mean of nothing
-            found = op.reference(*args, **call.attrs)
-        return tuple(map(_tensor, found)) if isinstance(call.ty, TupleType) else _tensor(found)
+            result = op.reference(*args, **call.attrs)
+        return tuple(map(_tensor, result)) if isinstance(call.ty, TupleType) else _tensor(result)
 
     def _call_decomposed(self, op: Op, call: Call, args: list[Any]) -> Any:
         bb = BlockBuilder()

@@ -79,13 +79,13 @@ class KernelCache:
 
     def size(self) -> CacheSize:
         """Counted now."""
-        found = [size for _, size, _ in self._entries()]
-        return CacheSize(len(found), sum(found))
+        sizes = [size for _, size, _ in self._entries()]
+        return CacheSize(len(sizes), sum(sizes))
 
     def clear(self) -> CacheSize:
         """Remove every entry, and nothing else that may lie in the folder; says what that was."""
-        found = list(self._entries())
-        for _, _, path in found:
+        result = list(self._entries())
+        for _, _, path in result:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
         self._remove_abandoned(age=0)
@@ -94,7 +94,7 @@ class KernelCache:
         for shard in self._shards():
             with contextlib.suppress(OSError):  # another process has just put an entry there
                 shard.rmdir()
-        return CacheSize(len(found), sum(size for _, size, _ in found))
+        return CacheSize(len(result), sum(size for _, size, _ in result))
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / key[2:]
@@ -128,10 +128,10 @@ class KernelCache:
 
     def _evict(self) -> int:
         """Remove the entries that were not used for longest until there is room; the size of the others."""
-        found = sorted(self._entries())
-        total = sum(size for _, size, _ in found)
+        result = sorted(self._entries())
+        total = sum(size for _, size, _ in result)
         if total > self.limit:
-            for _, size, path in found:
+            for _, size, path in result:
                 if total <= self.limit * _ROOM:
                     break
                 with contextlib.suppress(OSError):  # another process has been faster, or has it open (Windows)

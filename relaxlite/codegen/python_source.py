@@ -16,7 +16,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import CodegenError, ExecutionError
 from relaxlite.ir import scalar_functions
-from relaxlite.ir.intrinsics import HALVES, LOOKUP, WORD, WORDS
+from relaxlite.ir.intrinsics import DOT2_INT16, DOT4_BYTES, LOOKUP, PACKED_BYTES
 from relaxlite.ir.program import (
     Allocate,
     Barrier,
@@ -283,16 +283,16 @@ def _shared_parts(root: Value) -> list[Value]:
     for value in walk_values(root):
         for child in value_children(value):
             uses[id(child)] = uses.get(id(child), 0) + 1
-    found: dict[int, Value] = {}
+    values: dict[int, Value] = {}
 
     def visit(value: Value) -> None:
-        if id(value) not in found:
+        if id(value) not in values:
             for child in (value.cond,) if isinstance(value, Select) else value_children(value):
                 visit(child)
-            found[id(value)] = value
+            values[id(value)] = value
 
     visit(root)
-    return [v for v in found.values() if uses.get(id(v), 0) > 1 and value_children(v)]
+    return [v for v in values.values() if uses.get(id(v), 0) > 1 and value_children(v)]
 
 
 def _identifier(name: str, fallback: str) -> str:
@@ -356,10 +356,10 @@ def _word(*parts: Any) -> np.int32:
 
 _OF_WORDS: dict[str, Callable[..., np.int32]] = {
     "dot4_u8s8": _dot_of_bytes,
-    WORDS: _dot_of_words,
-    HALVES: _dot_of_halves,
+    DOT4_BYTES: _dot_of_words,
+    DOT2_INT16: _dot_of_halves,
     LOOKUP: _looked_up,
-    WORD: _word,
+    PACKED_BYTES: _word,
 }
 
 

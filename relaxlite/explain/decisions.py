@@ -44,8 +44,8 @@ def pattern_of(decision: Decision) -> str:
 
 def about(decisions: Iterable[Decision], kernel_of: Mapping[str, int]) -> dict[int, list[Decision]]:
     """The decisions that name a value which a kernel computes, by the kernel's number."""
-    found: dict[int, list[Decision]] = {}
+    result: dict[int, list[Decision]] = {}
     for decision in decisions:
         for kernel in dict.fromkeys(kernel_of[w] for w in decision.subject.split() if w in kernel_of):
-            found.setdefault(kernel, []).append(decision)
-    return found
+            result.setdefault(kernel, []).append(decision)
+    return result

@@ -56,12 +56,12 @@ class Explanation:
 
     def costliest(self, at: Mapping[SymVar, int]) -> list[tuple[Kernel, int, int]]:
         """The kernels whose costs are known with their FLOPs and bytes, the dearest by the model first."""
-        found = []
+        result = []
         for kernel in self.kernels:
             if kernel.cost is not None:
                 nbytes = value_of(kernel.cost.bytes_read, at) + value_of(kernel.cost.bytes_written, at)
-                found.append((kernel, value_of(kernel.cost.flops, at), nbytes))
-        return sorted(found, key=lambda item: -modelled_work(item[1], item[2]))
+                result.append((kernel, value_of(kernel.cost.flops, at), nbytes))
+        return sorted(result, key=lambda item: -modelled_work(item[1], item[2]))
 
     @property
     def versions(self) -> dict[str, str]:

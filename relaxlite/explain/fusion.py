@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from relaxlite.ir.attributes import COMPOSITE
 from relaxlite.ir.expr import Call, Constant, Expr, Function, GlobalVar, Let, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.types import Type
@@ -34,12 +35,12 @@ class FusedCall:
 
 def fused_calls(modules: Iterable[IRModule]) -> dict[str, FusedCall]:
     """Every call of a composite function in these modules, by its result's name; a later module's call counts."""
-    found: dict[str, FusedCall] = {}
+    result: dict[str, FusedCall] = {}
     for module in modules:
-        composites = {name: f for name, f in module.functions().items() if f.attrs.get("composite")}
+        composites = {name: f for name, f in module.functions().items() if f.attrs.get(COMPOSITE)}
         if composites:
-            found.update((call.name, call) for call in _calls(module, composites))
-    return found
+            result.update((call.name, call) for call in _calls(module, composites))
+    return result
 
 
 def _calls(module: IRModule, composites: dict[str, Function]) -> Iterator[FusedCall]:

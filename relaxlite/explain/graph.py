@@ -12,6 +12,7 @@ from dataclasses import field
 from typing import Any
 
 from relaxlite.explain.fusion import FusedCall
+from relaxlite.ir.attributes import INPUT_NAMES, OUTPUT_NAMES
 from relaxlite.ir.expr import (
     Body,
     Call,
@@ -52,9 +53,12 @@ class Node:
     inside: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"name": self.name, "what": self.what, "kind": self.kind, "type": self.ty}
+        result: dict[str, Any] = {"name": self.name, "what": self.what, "kind": self.kind, "type": self.ty}
         optional = {"loc": self.loc, "reads": list(self.reads), "constants": self.constants, "inside": self.inside}
-        return {**found, **{key: value for key, value in optional.items() if value or (value == 0 and key == "inside")}}
+        return {
+            **result,
+            **{key: value for key, value in optional.items() if value or (value == 0 and key == "inside")},
+        }
 
 
 @dataclass(slots=True)
@@ -83,7 +87,7 @@ class _Drawing:
         self._by_name: dict[str, int] = {}
 
     def draw(self, function: Function) -> Graph:
-        given = function.attrs.get("input_names")
+        given = function.attrs.get(INPUT_NAMES)
         names = given if isinstance(given, tuple) else tuple(p.name for p in function.params)
         for param, name in zip(function.params, names, strict=True):
             self._made_by[param] = (self._add(Node(str(name), "input", "input", self._type(param.ty), None, ())),)
@@ -94,7 +98,7 @@ class _Drawing:
 
     def _results(self, function: Function, result: Expr) -> None:
         fields = result.fields if isinstance(result, Tuple) else (result,)
-        given = function.attrs.get("output_names")
+        given = function.attrs.get(OUTPUT_NAMES)
         names = given if isinstance(given, tuple) else tuple(f"output_{k}" for k in range(len(fields)))
         for k, leaf in enumerate(fields):
             name = str(names[k]) if k < len(names) else f"output_{k}"
@@ -168,15 +172,15 @@ class _Drawing:
         return len(self._graph.nodes) - 1
 
     def _sources(self, exprs: Iterable[Expr]) -> tuple[int, ...]:
-        found: dict[int, None] = {}
+        roots: dict[int, None] = {}
         for expr in exprs:
             if isinstance(expr, Var):
-                found.update(dict.fromkeys(self._made_by.get(expr, ())))
+                roots.update(dict.fromkeys(self._made_by.get(expr, ())))
             elif isinstance(expr, Tuple):
-                found.update(dict.fromkeys(self._sources(expr.fields)))
+                roots.update(dict.fromkeys(self._sources(expr.fields)))
             elif isinstance(expr, TupleGetItem):
-                found.update(dict.fromkeys(self._sources((expr.value,))))
-        return tuple(found)
+                roots.update(dict.fromkeys(self._sources((expr.value,))))
+        return tuple(roots)
 
     def _type(self, ty: Type) -> str:
         return type_text(ty, self._text)

@@ -90,9 +90,9 @@ def _added(total: Cost | None, cost: Cost, at: Mapping[SymVar, SymExpr]) -> Cost
 
 def library_calls(module: IRModule) -> dict[str, list[str]]:
     """The results that library routines compute, by the routine's symbol."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for var, call in _program_calls(module):
         callee = module.get(call.callee.name)
         if isinstance(callee, ExternFunction):
-            found.setdefault(callee.symbol, []).append(var)
-    return found
+            result.setdefault(callee.symbol, []).append(var)
+    return result

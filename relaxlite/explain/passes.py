@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import field
 from typing import Any
 
+from relaxlite.ir.attributes import COMPOSITE
 from relaxlite.ir.expr import ExternFunction, Function
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.printer import print_function, print_program
@@ -62,7 +63,7 @@ class Snapshots:
 
 def num_bindings(module: IRModule) -> int:
     """Of all graph-level functions but those that only hold what is to be fused."""
-    own = [f for f in module.functions().values() if not f.attrs.get("composite")]
+    own = [f for f in module.functions().values() if not f.attrs.get(COMPOSITE)]
     return sum(len(body.bindings()) for f in own for body in bodies(f))
 
 

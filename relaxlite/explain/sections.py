@@ -153,19 +153,19 @@ class Sections:
     # sections
 
     def _summary(self) -> str:
-        found, data = self.found, self.found.data
-        at = found.values(self.given)
-        num_ops = sum(node.kind in ("op", "view", "control") for node in found.imported.nodes)
-        seconds = sum(s for _, s in found.timings)
+        result, data = self.found, self.found.data
+        at = result.values(self.given)
+        num_ops = sum(node.kind in ("op", "view", "control") for node in result.imported.nodes)
+        seconds = sum(s for _, s in result.timings)
         cards = [
             (str(num_ops), "operators in the model"),
-            (str(sum(bool(k.calls) for k in found.kernels)), "kernels"),
-            (str(sum(len(k.calls) for k in found.kernels)), "calls of kernels in a run"),
-            (str(sum(map(len, found.library.values()))), "calls of libraries"),
+            (str(sum(bool(k.calls) for k in result.kernels)), "kernels"),
+            (str(sum(len(k.calls) for k in result.kernels)), "calls of kernels in a run"),
+            (str(sum(map(len, result.library.values()))), "calls of libraries"),
             (f"{seconds:.2f} s", "to compile"),
         ]
         figures = [f"<div><b>{escape(figure)}</b>{escape(meaning)}</div>" for figure, meaning in cards]
-        plan = found.memory_plans.get("main")
+        plan = result.memory_plans.get("main")
         if plan is not None:
             share = plan.arena_bytes(at) / max(plan.lower_bound(at), 1)
             figures.append(f"<div><b>{self.figure(plan.arena, 'bytes')}</b>of memory for intermediates</div>")
@@ -279,8 +279,8 @@ class Sections:
         total = sum(modelled_work(*amounts) for amounts in work.values()) or 1
         rows = []
         for k, kernel in enumerate(self.kernels):
-            made = escape(words(kernel.ops, 6)) or "sizes, computed when it runs"
-            row = [f'<a href="#kernel-{k}">{escape(kernel.name)}</a>', made, str(len(kernel.calls))]
+            result = escape(words(kernel.ops, 6)) or "sizes, computed when it runs"
+            row = [f'<a href="#kernel-{k}">{escape(kernel.name)}</a>', result, str(len(kernel.calls))]
             if (cost := kernel.cost) is not None:
                 flops, nbytes = work[kernel]
                 ratio = f"{flops / nbytes:.2f}" if nbytes else "-"
@@ -350,9 +350,9 @@ class Sections:
         return section("decisions", "Decisions", note, *parts)
 
     def _memory(self) -> str:
-        found, at = self.found, self.found.values(self.given)
+        result, at = self.found, self.found.values(self.given)
         rows = []
-        for name, plan in found.memory_plans.items():
+        for name, plan in result.memory_plans.items():
             lower = plan.lower_bound(at)
             rows.append(
                 [
@@ -367,7 +367,7 @@ class Sections:
         if not rows:
             return section("memory", "Memory", "<p>Nothing is planned: there are no intermediates in an arena.</p>")
         heads = ("function", "tensors", "arena", "lower bound", "arena / bound", "arena in symbols")
-        names = "".join(f"<option>{escape(name)}</option>" for name in found.memory_plans)
+        names = "".join(f"<option>{escape(name)}</option>" for name in result.memory_plans)
         chosen = f'<label>Function <select id="plan">{names}</select></label>' if len(rows) > 1 else ""
         return section("memory", "Memory", table(heads, rows, numbers=(1, 2, 3, 4)), _MEMORY.replace("@", chosen))
 

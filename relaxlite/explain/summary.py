@@ -16,7 +16,7 @@ from relaxlite.explain.symbols import Symbols
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.runtime.executable import Bound, Call, ExecutableData, KernelCost, TensorSpec, bound_text
 
-MOST_KERNELS, MOST_REASONS, MOST_GROUPS = 10, 8, 12  # in the text
+MAX_KERNELS, MAX_REASONS, MAX_GROUPS = 10, 8, 12  # in the text
 COSTS = ("flops", "bytes_read", "bytes_written")  # of Cost and of KernelCost
 SMALL, LARGE = 1, 512  # sizes of samples, where the bounds leave them open
 
@@ -132,11 +132,11 @@ def compiled_summary(name: str, data: ExecutableData) -> Data:
 
 def _samples(symbols: Symbols) -> list[tuple[dict[str, int], dict[SymVar, int]]]:
     """Every symbol small, usual and large, within its bounds."""
-    found = []
+    result = []
     for sizes in ({s.name: s.near(SMALL) for s in symbols}, {}, {s.name: s.near(LARGE) for s in symbols}):
         values = symbols.values(sizes)
-        found.append(({symbols.name(var): value for var, value in values.items()}, values))
-    return found if values else []
+        result.append(({symbols.name(var): value for var, value in values.items()}, values))
+    return result if values else []
 
 
 def _spec(spec: TensorSpec) -> str:
@@ -211,10 +211,10 @@ def _groups(kernels: Sequence[Data]) -> Iterator[str]:
         return
     yield ""
     yield f"fused groups: {len(fused)} kinds, {sum(len(k['calls']) for k in fused)} calls"
-    for kernel in fused[:MOST_GROUPS]:
+    for kernel in fused[:MAX_GROUPS]:
         yield from _item(f"{len(kernel['calls']):>5} x {kernel['name']}: {words(kernel['ops'], 10)}")
-    if len(fused) > MOST_GROUPS:
-        yield f"        and {len(fused) - MOST_GROUPS} more kinds"
+    if len(fused) > MAX_GROUPS:
+        yield f"        and {len(fused) - MAX_GROUPS} more kinds"
 
 
 def _reasons(reasons: Sequence[Data]) -> Iterator[str]:
@@ -224,10 +224,10 @@ def _reasons(reasons: Sequence[Data]) -> Iterator[str]:
             continue
         yield ""
         yield f"{title}: {sum(r['times'] for r in chosen)} decisions, {len(chosen)} kinds"
-        for item in chosen[:MOST_REASONS]:
+        for item in chosen[:MAX_REASONS]:
             yield from _item(f"{item['times']:>5} x {item['step']}: {item['reason']}")
-        if len(chosen) > MOST_REASONS:
-            yield f"        and {len(chosen) - MOST_REASONS} more kinds (--json and -o FILE.html have all)"
+        if len(chosen) > MAX_REASONS:
+            yield f"        and {len(chosen) - MAX_REASONS} more kinds (--json and -o FILE.html have all)"
 
 
 def _item(line: str) -> list[str]:
@@ -269,13 +269,13 @@ def _costs(data: Data) -> Iterator[str]:
     yield ""
     yield f"the costliest kernels by the model, all calls of a run together{_at(data)}"
     yield f"{'cost':>6}{'calls':>7}{'FLOPs':>10}{'bytes':>10}{'FLOP/byte':>11}  kernel"
-    for kernel in ranked[:MOST_KERNELS]:
+    for kernel in ranked[:MAX_KERNELS]:
         flops, nbytes, work = (kernel["at"][key] for key in ("flops", "bytes", "work"))
         ratio = f"{flops / nbytes:.2f}" if nbytes else "-"
         yield (
             f"{work / total:>6.1%}{len(kernel['calls']):>7}{count_text(flops):>10}{bytes_text(nbytes):>10}"
             f"{ratio:>11}  {kernel['name']}"
         )
-    if len(ranked) > MOST_KERNELS:
-        rest = sum(k["at"]["work"] for k in ranked[MOST_KERNELS:])
-        yield f"{rest / total:>6.1%}{'':>38}  the other {len(ranked) - MOST_KERNELS}"
+    if len(ranked) > MAX_KERNELS:
+        rest = sum(k["at"]["work"] for k in ranked[MAX_KERNELS:])
+        yield f"{rest / total:>6.1%}{'':>38}  the other {len(ranked) - MAX_KERNELS}"

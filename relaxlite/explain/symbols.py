@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any
 
+from relaxlite.ir.attributes import INPUT_NAMES
 from relaxlite.ir.expr import Function, MatchShape
 from relaxlite.ir.symbolic import FloorDiv, FloorMod, Max, Min, SymExpr, SymVar, evaluate, to_text
 from relaxlite.ir.types import defined_symbols
@@ -114,14 +115,14 @@ def find_symbols(function: Function) -> Symbols:
     A symbol may be defined at several places: each argument that has it as a dimension is one, and is checked.
     """
     symbols = Symbols()
-    names = function.attrs.get("input_names")
+    names = function.attrs.get(INPUT_NAMES)
     given = names if isinstance(names, tuple) else tuple(p.name for p in function.params)
     for name, param in zip(given, function.params, strict=True):
         for var in defined_symbols(param.ty):
-            found = symbols.of(var)
-            found.is_input = True
+            result = symbols.of(var)
+            result.is_input = True
             dims = getattr(param.ty, "shape", None) or getattr(param.ty, "values", None) or ()
-            found.defined += [f"dimension {k} of {name}" for k, dim in enumerate(dims) if dim is var]
+            result.defined += [f"dimension {k} of {name}" for k, dim in enumerate(dims) if dim is var]
     for body in bodies(function):
         for binding in body.bindings():
             if isinstance(binding, MatchShape):

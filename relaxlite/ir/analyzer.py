@@ -119,11 +119,11 @@ class Analyzer:
             return self  # nothing new, or a contradiction
         difference = floordiv(difference, common)
         new = self._copy()
-        found = _single_out(difference)
-        if found is None:
+        result = _single_out(difference)
+        if result is None:
             new._add_facts(difference, -difference)
             return new
-        atom, rest = found
+        atom, rest = result
         new._facts, new._index, new._equal = (), {}, {atom: rest}
         for left, right in self._equal.items():
             if occurs(atom, left):
@@ -237,13 +237,13 @@ class Analyzer:
     def atom_rule(self, rule: Callable[[SymExpr, Any], SymExpr], atom: SymExpr) -> SymExpr:
         """A rule of ir/simplify.py applied to an atom, which many expressions share."""
         key = (rule.__name__, atom)
-        found: SymExpr | None = self._memo.get(key)
-        if found is None:
-            found = rule(atom, self)
+        result: SymExpr | None = self._memo.get(key)
+        if result is None:
+            result = rule(atom, self)
             if len(self._memo) >= _MAX_MEMO:
                 self._forget()
-            self._memo[key] = found
-        return found
+            self._memo[key] = result
+        return result
 
     def replacement(self, atom: SymExpr) -> SymExpr | None:
         """What an assumed equality writes for the atom."""
@@ -290,16 +290,16 @@ class Analyzer:
     # bounds of monomials and atoms
 
     def monomial_interval(self, monomial: Monomial) -> Interval:
-        found = self._intervals.get(monomial)
-        if found is None:
+        result = self._intervals.get(monomial)
+        if result is None:
             if len(monomial) == 1:
-                found = self._atom_interval(monomial[0])
+                result = self._atom_interval(monomial[0])
             else:
-                found = functools.reduce(multiply, (self.monomial_interval((atom,)) for atom in monomial), ONE)
+                result = functools.reduce(multiply, (self.monomial_interval((atom,)) for atom in monomial), ONE)
                 if all(monomial.count(atom) % 2 == 0 for atom in monomial):
-                    found = intersect(found, (0, None))
-            found = self._intervals[monomial] = intersect(found, self._known.get(monomial, UNBOUNDED))
-        return found
+                    result = intersect(result, (0, None))
+            result = self._intervals[monomial] = intersect(result, self._known.get(monomial, UNBOUNDED))
+        return result
 
     def _atom_interval(self, atom: SymExpr) -> Interval:
         if isinstance(atom, SymVar):
@@ -364,18 +364,18 @@ class Analyzer:
 
     def _lower_bound(self, expr: SymExpr, goal: int | None, cases: int) -> int | None:
         """By elimination; where that misses the goal and a min or max is left, by cases: it is one of its operands."""
-        found = eliminate(expr, goal, self)
+        result = eliminate(expr, goal, self)
         extremum = find_extremum(expr) if cases > 0 else None
-        if extremum is None or (goal is not None and found is not None and found >= goal):
-            return found
+        if extremum is None or (goal is not None and result is not None and result >= goal):
+            return result
         by_cases = []
         for operand in operands(extremum):
             branch = self._where_extreme(extremum, operand)
             bound = branch._lower_bound(branch.simplify(replace_atom(expr, extremum, operand)), goal, cases - 1)
             if bound is None or (goal is not None and bound < goal):
-                return found
+                return result
             by_cases.append(bound)
-        return min(by_cases) if found is None else max(found, min(by_cases))
+        return min(by_cases) if result is None else max(result, min(by_cases))
 
     def _where_extreme(self, extremum: Min | Max, operand: SymExpr) -> Analyzer:
         """The case that the min or max is this operand; with many operands it is not worth its assumptions."""
@@ -393,8 +393,8 @@ class Analyzer:
                 self._forget()
             self._memo[key] = unknown
             self._memo[key] = answer()
-        found: T = self._memo[key]
-        return found
+        result: T = self._memo[key]
+        return result
 
     def _forget(self) -> None:
         self._memo.clear()
@@ -415,10 +415,10 @@ def _only_atom(expr: SymExpr) -> SymExpr | None:
 
 def _single_out(difference: SymExpr) -> tuple[SymExpr, SymExpr] | None:
     """(atom, rest) such that difference == 0 says atom == rest: the newest variable if there is one."""
-    found = []
+    result = []
     for monomial, coef in difference.terms:
         if len(monomial) == 1 and abs(coef) == 1:
             rest = (monomial[0] * coef - difference) * coef
             if not occurs(monomial[0], rest):
-                found.append((monomial[0], rest))
-    return max(found, key=lambda item: item[0].serial if isinstance(item[0], SymVar) else -1, default=None)
+                result.append((monomial[0], rest))
+    return max(result, key=lambda item: item[0].serial if isinstance(item[0], SymVar) else -1, default=None)

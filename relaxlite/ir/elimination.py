@@ -202,7 +202,7 @@ def tighten(expr: SymExpr) -> SymExpr:
 
 def occurs(atom: SymExpr, expr: SymExpr) -> bool:
     """At any depth."""
-    atoms = [found for monomial, _ in expr.terms for found in monomial]
+    atoms = [result for monomial, _ in expr.terms for result in monomial]
     return any(x is atom or (isinstance(x, Pair) and (occurs(atom, x.a) or occurs(atom, x.b))) for x in atoms)
 
 
@@ -213,9 +213,9 @@ def find_extremum(expr: SymExpr) -> Min | Max | None:
         if isinstance(atom, Min if coef > 0 else Max):
             return atom
     for atom, _ in atoms:
-        for found in (atom, find_extremum(atom.a), find_extremum(atom.b)):
-            if isinstance(found, Extremum):
-                return found
+        for result in (atom, find_extremum(atom.a), find_extremum(atom.b)):
+            if isinstance(result, Extremum):
+                return result
     return None
 
 

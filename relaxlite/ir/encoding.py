@@ -55,12 +55,12 @@ def _bytes_of(root: Any, symbols: Sequence[SymVar] = (), *, is_identity: bool) -
 
 def decode(data: bytes, symbols: Sequence[SymVar] = ()) -> tuple[Any, ...]:
     """What was encoded, with new buffers in the place of the old, and new symbols but for these."""
-    found: list[Any] = list(symbols)
+    values: list[Any] = list(symbols)
 
     def item_of(item: Any) -> Any:
         kind = type(item)
         if kind is int:
-            return found[item]
+            return values[item]
         if kind is tuple:
             return tuple([item_of(part) for part in item])
         if kind is list:
@@ -70,12 +70,12 @@ def decode(data: bytes, symbols: Sequence[SymVar] = ()) -> tuple[Any, ...]:
     for kind, *items in marshal.loads(data)[len(symbols) :]:
         if kind == "sum":
             const, terms = items
-            found.append(from_terms(const, [(_monomial([found[a] for a in atoms]), coef) for coef, *atoms in terms]))
+            values.append(from_terms(const, [(_monomial([values[a] for a in atoms]), coef) for coef, *atoms in terms]))
         elif kind in _PAIRS:
-            found.append(_PAIRS[kind](found[items[0]], found[items[1]]))
+            values.append(_PAIRS[kind](values[items[0]], values[items[1]]))
         else:
-            found.append(_MAKERS[kind](*[item_of(item) for item in items]))
-    result: tuple[Any, ...] = found[-1]
+            values.append(_MAKERS[kind](*[item_of(item) for item in items]))
+    result: tuple[Any, ...] = values[-1]
     return result
 
 

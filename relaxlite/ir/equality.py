@@ -118,9 +118,9 @@ def _module_difference(a: IRModule, b: IRModule) -> str | None:
     if attrs_key(a.attrs) != attrs_key(b.attrs):
         return f"attributes of the module: {a.attrs} against {b.attrs}"
     for name in a:
-        found = first_difference(a[name], b[name])
-        if found is not None:
-            return f"{name}: {found}"
+        result = first_difference(a[name], b[name])
+        if result is not None:
+            return f"{name}: {result}"
     return None
 
 

@@ -79,14 +79,14 @@ class Constant:
     @staticmethod
     def of(value: object, dtype: str | None = None, name: str | None = None) -> Constant:
         array = np.asarray(value, dtype=None if dtype is None else dtypes.to_numpy(dtype))
-        found = dtypes.from_numpy(array.dtype)
-        if found is None:
+        result = dtypes.from_numpy(array.dtype)
+        if result is None:
             raise TypeError(
                 f"a constant of NumPy type {array.dtype} has no relaxlite type; cast it to one of {dtypes.ALL}"
             )
         if not array.flags.c_contiguous:
             array = array.copy(order="C")
-        return Constant(array, TensorType.of(array.shape, found), name)
+        return Constant(array, TensorType.of(array.shape, result), name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

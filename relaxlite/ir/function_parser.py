@@ -111,23 +111,23 @@ class FunctionParser(Reader):
         return self._value(node, None)
 
     def _bindings(self, stmts: Iterable[ast.stmt]) -> tuple[Binding, ...]:
-        found: list[Binding] = []
+        bindings: list[Binding] = []
         announced: ast.AnnAssign | None = None
         for stmt in stmts:
             if isinstance(stmt, ast.If):
                 if announced is None:
                     self.fail(stmt, "the result of an `if` is announced in front of it: `y: Tensor(...)`")
-                found.append(self._if(announced, stmt))
+                bindings.append(self._if(announced, stmt))
                 announced = None
             elif announced is not None:
                 self.fail(announced, "this announces the result of an `if`, which must follow")
             elif isinstance(stmt, ast.AnnAssign) and stmt.value is None:
                 announced = stmt
             elif not self.symbol_statement(stmt) and not isinstance(stmt, ast.Pass):
-                found.append(self._binding(stmt))
+                bindings.append(self._binding(stmt))
         if announced is not None:
             self.fail(announced, "this announces the result of an `if`, which must follow")
-        return tuple(found)
+        return tuple(bindings)
 
     def _binding(self, stmt: ast.stmt) -> Binding:
         if isinstance(stmt, ast.AnnAssign) and isinstance(stmt.target, ast.Name) and stmt.value is not None:

@@ -31,11 +31,11 @@ class Interned(Generic[T]):
         reference.key = key
         with self._lock:
             earlier = self.references.get(key)
-            found = None if earlier is None else earlier()
-            if found is None:
+            result = None if earlier is None else earlier()
+            if result is None:
                 self.references[key] = reference
                 return made
-        return found
+        return result
 
     def _forget(self, reference: _Reference[T]) -> None:
         with self._lock:

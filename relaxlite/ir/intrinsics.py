@@ -59,12 +59,12 @@ DOT_PRODUCTS: Mapping[str, DotProduct] = {
     "dot2_bf16": DotProduct(2, "bfloat16", "bfloat16", "float32"),
 }
 
-WORDS = "dot4_words"
+DOT4_BYTES = "dot4_words"
 """dot4_u8s8 of numbers that come four in a word, lowest byte first: out of memory, or made by operations on words. Two
 literals bound them: no byte of the first word is greater, none of the second further from 0."""
-MOST_OF_PAIRS = 2**14 - 1
+MAX_OF_PAIRS = 2**14 - 1
 """Sums of products of two bytes each fit into 16 bits while their greatest products add up to no more."""
-WORD = "word"
+PACKED_BYTES = "word"
 """Four bytes, which are one load where they lie beside each other."""
 NEAREST = "nearest_i32"
 """A rounded number as an integer; -2**31 for NaN and for what int32 does not hold, where a cast has other answers."""
@@ -77,7 +77,7 @@ PAIR = "pair"
 PAIRS = "dot2_pairs"
 """dot2_bf16 of numbers that come two in a word, lower half first."""
 
-HALVES = "dot2_halves"
+DOT2_INT16 = "dot2_halves"
 """dot2_i16 of numbers that come two in a word, lower half first."""
 
 LOOKUP = "lookup_bytes"
@@ -85,9 +85,9 @@ LOOKUP = "lookup_bytes"
 
 INTRINSICS: Mapping[str, IntrinsicType] = {
     "fma": IntrinsicType((None, None, None), None),
-    WORDS: IntrinsicType(("int32",) * 5, "int32"),
+    DOT4_BYTES: IntrinsicType(("int32",) * 5, "int32"),
     LOOKUP: IntrinsicType(("int32",) * 5, "int32"),
-    WORD: IntrinsicType(("int8", "int8", "int8", "int8"), "int32"),
+    PACKED_BYTES: IntrinsicType(("int8", "int8", "int8", "int8"), "int32"),
     **{
         name: IntrinsicType((dot.total, *(dot.a,) * dot.length, *(dot.b,) * dot.length), dot.total)
         for name, dot in DOT_PRODUCTS.items()
@@ -97,7 +97,7 @@ INTRINSICS: Mapping[str, IntrinsicType] = {
     BITS: IntrinsicType(("int32",), "float32"),
     PAIR: IntrinsicType(("bfloat16", "bfloat16"), "int32"),
     PAIRS: IntrinsicType(("float32", "int32", "int32"), "float32"),
-    HALVES: IntrinsicType(("int32", "int32", "int32"), "int32"),
+    DOT2_INT16: IntrinsicType(("int32", "int32", "int32"), "int32"),
 }
 
 

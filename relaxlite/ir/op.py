@@ -72,12 +72,12 @@ class Attr:
         if value is None and self.default is None:
             return None
         try:
-            made = _COERCE[self.kind](value)
+            result = _COERCE[self.kind](value)
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(f"{op}: attribute {name}={value!r} is not of kind {self.kind}") from error
-        if self.choices and made not in self.choices:
-            raise InvalidArgumentError(f"{op}: attribute {name}={made!r} is not one of {self.choices}")
-        return made
+        if self.choices and result not in self.choices:
+            raise InvalidArgumentError(f"{op}: attribute {name}={result!r} is not one of {self.choices}")
+        return result
 
 
 def _as_int(value: Any) -> int:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from relaxlite.ir.intrinsics import BITS, DOT_PRODUCTS, HALVES, LOOKUP, NARROW, NEAREST, PAIR, PAIRS, WORD, WORDS
+from relaxlite.ir.intrinsics import (
+    BITS,
+    DOT2_INT16,
+    DOT4_BYTES,
+    DOT_PRODUCTS,
+    LOOKUP,
+    NARROW,
+    NEAREST,
+    PACKED_BYTES,
+    PAIR,
+    PAIRS,
+)
 from relaxlite.ir.program import Binary, Intrinsic, Stmt, Unary, Value
 from relaxlite.ir.program_visitor import all_values, walk_values
 
@@ -18,15 +29,15 @@ FLOPS: Mapping[str, int] = {
     **dict.fromkeys(("and", "or", "xor", "not", "bitwise_not", "shift_left", "shift_right"), 1),
     **dict.fromkeys(("div", "sqrt", "floordiv", "truncdiv", "floormod", "fmod"), 4),
     "fma": 2,
-    WORDS: 8,
+    DOT4_BYTES: 8,
     LOOKUP: 0,
-    WORD: 0,
+    PACKED_BYTES: 0,
     NARROW: 0,
     BITS: 0,
     NEAREST: 1,
     PAIR: 0,
     PAIRS: 4,
-    HALVES: 4,
+    DOT2_INT16: 4,
     **{name: 2 * dot.length for name, dot in DOT_PRODUCTS.items()},
     "isnan": 0,
     "isinf": 0,

@@ -73,8 +73,8 @@ class Pattern:
         """The call has these values of attributes."""
 
         def check(expr: Expr, matcher: Matcher) -> str | None:
-            found = matcher.value_of(expr)
-            have = found.attrs if isinstance(found, Call) else {}
+            result = matcher.value_of(expr)
+            have = result.attrs if isinstance(result, Call) else {}
             wrong = [name for name, value in attrs.items() if name not in have or have[name] != value]
             return f"attribute {wrong[0]} is {have.get(wrong[0])}, not {attrs[wrong[0]]}" if wrong else None
 
@@ -113,8 +113,8 @@ class _Alternatives(Pattern):
 
     @property
     def root_ops(self) -> tuple[str, ...]:
-        found = [option.root_ops for option in self.options]
-        return tuple(dict.fromkeys(name for names in found for name in names)) if all(found) else ()
+        result = [option.root_ops for option in self.options]
+        return tuple(dict.fromkeys(name for names in result for name in names)) if all(result) else ()
 
     def __or__(self, other: Pattern) -> Pattern:
         return _Alternatives(options=(*self.options, other))
@@ -129,10 +129,10 @@ class _Constant(Pattern):
     ulps: int = 0
 
     def fits(self, expr: Expr, state: _State, then: Then) -> bool:
-        found = state.matcher.value_of(expr)
-        if not isinstance(found, Constant):
+        value = state.matcher.value_of(expr)
+        if not isinstance(value, Constant):
             return state.refuse(f"{_shown(expr)} is no constant")
-        if self.value is not None and not (found.value.size and self._equals(found)):
+        if self.value is not None and not (value.value.size and self._equals(value)):
             return state.refuse(f"the constant is not {self.value}")
         state.follow(expr)
         return then()
@@ -161,17 +161,17 @@ class OpPattern(Pattern):
         return replace(self, operands=operands)
 
     def fits(self, expr: Expr, state: _State, then: Then) -> bool:
-        found = state.matcher.value_of(expr)
-        if not isinstance(found, Call) or not isinstance(found.callee, Op) or found.callee.name not in self.ops:
+        value = state.matcher.value_of(expr)
+        if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name not in self.ops:
             return state.refuse(f"{_shown(expr)} is no {' or '.join(self.ops)}")
         state.follow(expr)
         if self.operands is None:
             return then()
-        if len(self.operands) != len(found.args):
-            return state.refuse(f"{found.callee.name} has {len(found.args)} operands, not {len(self.operands)}")
-        orders = [found.args]
-        if self.commutative and len(found.args) == 2:
-            orders.append(found.args[::-1])
+        if len(self.operands) != len(value.args):
+            return state.refuse(f"{value.callee.name} has {len(value.args)} operands, not {len(self.operands)}")
+        orders = [value.args]
+        if self.commutative and len(value.args) == 2:
+            orders.append(value.args[::-1])
         return any(state.match_all(tuple(zip(self.operands, order, strict=True)), then) for order in orders)
 
 
@@ -181,11 +181,11 @@ class _Field(Pattern):
     index: int | None = None
 
     def fits(self, expr: Expr, state: _State, then: Then) -> bool:
-        found = state.matcher.value_of(expr)
-        if not isinstance(found, TupleGetItem) or self.index not in (None, found.index):
+        value = state.matcher.value_of(expr)
+        if not isinstance(value, TupleGetItem) or self.index not in (None, value.index):
             return state.refuse(f"{_shown(expr)} is no field {'' if self.index is None else self.index} of a tuple")
         state.follow(expr)
-        return state.match(self.source, found.value, then)
+        return state.match(self.source, value.value, then)
 
 
 def wildcard(name: str | None = None) -> Pattern:
@@ -265,13 +265,13 @@ def match(pattern: Pattern, expr: Expr, bindings: Mapping[Var, Expr], uses: Coun
 
 def let_values(body: Body) -> dict[Var, Expr]:
     """Variable -> value for every Let of a body and of those nested in it."""
-    found: dict[Var, Expr] = {}
+    exprs: dict[Var, Expr] = {}
     for binding in body.bindings():
         if isinstance(binding, Let):
-            found[binding.var] = binding.value
+            exprs[binding.var] = binding.value
             for nested in inner_bodies(binding.value):
-                found.update(let_values(nested))
-    return found
+                exprs.update(let_values(nested))
+    return exprs
 
 
 class _State:

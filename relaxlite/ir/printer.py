@@ -362,10 +362,10 @@ class _FunctionWriter(Writer):
     # types
 
     def type(self, ty: Type) -> str:
-        found = self._types.get(ty)
-        if found is None:
-            self._types[ty] = found = self._type(ty)
-        return found
+        result = self._types.get(ty)
+        if result is None:
+            self._types[ty] = result = self._type(ty)
+        return result
 
     def _type(self, ty: Type) -> str:
         if isinstance(ty, TensorType):

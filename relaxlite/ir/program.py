@@ -15,6 +15,7 @@ from typing import Literal as OneOf
 from typing import TypeAlias
 
 from relaxlite.dtypes import DType
+from relaxlite.ir.attributes import SCHEDULE
 from relaxlite.ir.expr import NO_ATTRS, Attrs
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, sym, syms
 from relaxlite.records import dataclass
@@ -39,12 +40,6 @@ COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 COMBINE = ("add", "mul", "max", "min", "and", "or", "maxnum")  # associative, for reductions
 
 _BOOL_RESULT = ("not", "isnan", "isinf")
-
-AHEAD = "ahead"  # attribute of a program: (input, bytes) pairs; how long before its loads a vector is asked for
-IN_ORDER = "in_order"
-"""Attribute of a program: inputs whose vectors are loaded in the order in which it reads them, for processors that see
-ahead what is read in order."""
-SCHEDULE = "schedule"  # attribute of a program: how it was scheduled, one step per line (passes/scheduling)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,7 +57,7 @@ class ProgramCache:
         self._new, self._encoded = {}, {}
 
     def _encode(self, program: TensorProgram) -> bytes:
-        found = self._encoded.get(id(program))
-        if found is None:
-            found = self._encoded[id(program)] = program, encode(program)
-        return found[1]
+        result = self._encoded.get(id(program))
+        if result is None:
+            result = self._encoded[id(program)] = program, encode(program)
+        return result[1]

@@ -100,9 +100,9 @@ class ProgramParser(Reader):
     def body(self, stmts: list[ast.stmt]) -> Stmt:
         found: list[Stmt] = []
         for stmt in stmts:
-            made = self._stmt(stmt)
-            if made is not None:
-                found.extend(made.stmts if isinstance(made, Seq) else (made,))
+            result = self._stmt(stmt)
+            if result is not None:
+                found.extend(result.stmts if isinstance(result, Seq) else (result,))
         return found[0] if len(found) == 1 else Seq(tuple(found))
 
     def _stmt(self, stmt: ast.stmt) -> Stmt | None:
@@ -259,12 +259,12 @@ class ProgramParser(Reader):
         self.fail(node, "expected a value; conditions are joined by & and |, not by `and` and `or`, and not chained")
 
     def _named(self, node: ast.Name) -> Value:
-        found = self.scope.get(node.id)
-        if isinstance(found, _VALUE_TYPES):
-            return found
-        if isinstance(found, SymExpr):
+        result = self.scope.get(node.id)
+        if isinstance(result, _VALUE_TYPES):
+            return result
+        if isinstance(result, SymExpr):
             self.fail(node, f"{node.id} is a symbol; as data it is written index({node.id})")
-        if isinstance(found, Buffer):
+        if isinstance(result, Buffer):
             self.fail(node, f"{node.id} is a buffer; an element is written {node.id}[...]")
         self.fail(node, f"unknown name {node.id}", near=(node.id, self.scope))
 

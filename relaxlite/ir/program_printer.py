@@ -21,8 +21,8 @@ written(y[0]), work=n)` a CallLibrary, and `library_found("blas", "sasum")` says
 
 from __future__ import annotations
 
+from relaxlite.ir.attributes import SCHEDULE
 from relaxlite.ir.program import (
-    SCHEDULE,
     AddressOf,
     Allocate,
     Barrier,
@@ -293,16 +293,16 @@ class ProgramWriter(Writer):
 
 def postorder(root: Value) -> list[Value]:
     """Every value inside, operands before what uses them, a shared part once. Values may nest too deep to recurse."""
-    found: dict[int, Value] = {}
+    values: dict[int, Value] = {}
     stack: list[tuple[Value, bool]] = [(root, False)]
     while stack:
         value, is_done = stack.pop()
         if is_done:
-            found[id(value)] = value
-        elif id(value) not in found:
+            values[id(value)] = value
+        elif id(value) not in values:
             stack.append((value, True))
             stack.extend((child, False) for child in reversed(value_children(value)))
-    return list(found.values())
+    return list(values.values())
 
 
 def _count_uses(root: Value) -> dict[int, int]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import VerifyError
+from relaxlite.ir.attributes import WRITES_INPUTS, attribute_problem
 from relaxlite.ir.intrinsics import INTRINSICS, type_error
 from relaxlite.ir.printer import excerpt
 from relaxlite.ir.program import (
@@ -48,17 +49,16 @@ from relaxlite.ir.program_printer import postorder
 from relaxlite.ir.program_visitor import value_children
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
 
-INPLACE = "inplace"  # attribute of a program that may store into its inputs
-
 PROGRAM_RULES = {
     "symbol": "a symbol is bound by the program, a loop or let_index before it is used, and only inside of that",
     "buffer": "a buffer is a parameter or allocated around its uses",
-    "input": f"inputs are not written, unless the program has the attribute {INPLACE}",
+    "input": f"inputs are not written, unless the program has the attribute {WRITES_INPUTS}",
     "rank": "an element is named by one index per dimension",
     "bounds": "a constant index lies inside the buffer, unless a condition guards it",
     "dtype": "operands of an operation, and a buffer and what is stored, have one known dtype; conditions are bool",
     "operation": "only the operations of ir/program.py and the intrinsics of ir/intrinsics.py",
     "library": "a library is called with literals, integers and addresses of elements, and only there addresses are",
+    "attribute": "attributes are those of ir/attributes.py, with values of their kinds",
     "extent": "a vectorized loop has a constant extent, a local buffer a constant size",
 }
 
@@ -97,7 +97,9 @@ class _ProgramVerifier:
         for buffer in program.params:
             self._buffer(buffer)
             self._new(self._buffers, buffer, "buffer", f"buffer {buffer.name} is listed twice")
-        if not program.attrs.get(INPLACE):
+        if (problem := attribute_problem("program", program.attrs)) is not None:
+            self._fail("attribute", problem)
+        if not program.attrs.get(WRITES_INPUTS):
             self._read_only = frozenset(program.inputs)
         self._stmt(program.body)
 

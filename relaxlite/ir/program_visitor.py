@@ -146,20 +146,20 @@ def bound_symbols(stmt: Stmt) -> set[SymVar]:
 
 def free_symbols(stmt: Stmt) -> tuple[SymVar, ...]:
     """The symbols that a statement uses and does not bind, in order of first use."""
-    bound, found = bound_symbols(stmt), dict[SymVar, None]()
+    bound, result = bound_symbols(stmt), dict[SymVar, None]()
     for expr in stmt_indices(stmt):
-        found.update(dict.fromkeys(v for v in expr.free_vars() if v not in bound))
-    return tuple(found)
+        result.update(dict.fromkeys(v for v in expr.free_vars() if v not in bound))
+    return tuple(result)
 
 
 def program_symbols(params: tuple[Buffer, ...], body: Stmt) -> tuple[SymVar, ...]:
     """What the `symbols` of a program with these parameters and this body must be."""
-    found: dict[SymVar, None] = {}
+    roots: dict[SymVar, None] = {}
     for buffer in params:
         for dim in buffer.shape:
-            found.update(dict.fromkeys(dim.free_vars()))
-    found.update(dict.fromkeys(free_symbols(body)))
-    return tuple(found)
+            roots.update(dict.fromkeys(dim.free_vars()))
+    roots.update(dict.fromkeys(free_symbols(body)))
+    return tuple(roots)
 
 
 class ProgramRewriter:
@@ -340,18 +340,18 @@ class Substitute(ProgramRewriter):
         self._indices: dict[SymExpr, SymExpr] = {}  # bodies repeat few indices many times
 
     def index(self, expr: SymExpr) -> SymExpr:
-        found = self._indices.get(expr)
-        if found is None:
-            self._indices[expr] = found = substitute(expr, self.symbols)
-        return found
+        indice = self._indices.get(expr)
+        if indice is None:
+            self._indices[expr] = indice = substitute(expr, self.symbols)
+        return indice
 
     def buffer(self, buffer: Buffer) -> Buffer:
-        found = self.buffers.get(buffer)
-        if found is None:
+        result = self.buffers.get(buffer)
+        if result is None:
             shape = self.indices(buffer.shape)
-            found = buffer if shape is buffer.shape else Buffer(buffer.name, shape, buffer.dtype, buffer.scope)
-            self.buffers[buffer] = found
-        return found
+            result = buffer if shape is buffer.shape else Buffer(buffer.name, shape, buffer.dtype, buffer.scope)
+            self.buffers[buffer] = result
+        return result
 
     def forget(self) -> None:
         """From here on, what was rewritten before may become something else: a symbol or buffer has a new meaning."""

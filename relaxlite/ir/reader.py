@@ -55,10 +55,10 @@ class Reader:
         return value
 
     def lookup(self, node: ast.Name, kind: type[T], what: str) -> T:
-        found = self.scope.get(node.id)
-        if isinstance(found, kind):
-            return found
-        if found is not None:
+        result = self.scope.get(node.id)
+        if isinstance(result, kind):
+            return result
+        if result is not None:
             self.fail(node, f"{node.id} is no {what}")
         candidates = [name for name, value in self.scope.items() if isinstance(value, kind)]
         self.fail(node, f"unknown {what} {node.id}", near=(node.id, candidates))
@@ -127,17 +127,17 @@ class Reader:
 
     def attrs(self, arguments: Arguments) -> dict[str, AttrValue]:
         """Every keyword that is left, and what stands in `attrs={...}`."""
-        found: dict[str, AttrValue] = {}
+        attr_values: dict[str, AttrValue] = {}
         awkward = arguments.take("attrs")
         if awkward is not None:
             if not isinstance(awkward, ast.Dict):
                 self.fail(awkward, "attrs must be a dictionary: attrs={'name': value}")
             for key, value in zip(awkward.keys, awkward.values, strict=True):
-                found[self.string(key if key is not None else awkward)] = self.literal(value)
+                attr_values[self.string(key if key is not None else awkward)] = self.literal(value)
         for name, node in arguments.keywords.items():
-            found[name] = self.literal(node)
+            attr_values[name] = self.literal(node)
         arguments.keywords = {}
-        return found
+        return attr_values
 
     # symbolic integers
 
@@ -260,8 +260,8 @@ def is_number(node: ast.expr) -> bool:
 def _hint(near: tuple[str, Iterable[str]] | None) -> str:
     if near is None:
         return ""
-    found = difflib.get_close_matches(near[0], list(near[1]), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]}?" if found else ""
+    result = difflib.get_close_matches(near[0], list(near[1]), n=1, cutoff=0.5)
+    return f"; did you mean {result[0]}?" if result else ""
 
 
 def place_error(lines: list[str], line: int, byte_offset: int, message: str) -> ParseError:

@@ -31,16 +31,16 @@ from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.intrinsics import (
     BITS,
+    DOT2_INT16,
+    DOT4_BYTES,
     DOT_PRODUCTS,
-    HALVES,
     INTRINSICS,
     LOOKUP,
     NARROW,
     NEAREST,
+    PACKED_BYTES,
     PAIR,
     PAIRS,
-    WORD,
-    WORDS,
     type_error,
 )
 
@@ -114,8 +114,8 @@ def _unary_bool(op: str, x: Array) -> Array:
     if op == "bitwise_not":
         return np.logical_not(x)
     if op in ("neg", "abs", "sign", *_ROUNDING):
-        found: Array = x.copy()
-        return found
+        array: Array = x.copy()
+        return array
     raise TypeError(f"{op} of a bool has no meaning")
 
 
@@ -129,8 +129,8 @@ def _unary_int(op: str, x: Array) -> Array:
     if op == "sign":
         return np.sign(x)
     if op in _ROUNDING:
-        found: Array = x.copy()
-        return found
+        array: Array = x.copy()
+        return array
     raise TypeError(f"{op} of an integer has no meaning; cast it to a float first")
 
 
@@ -212,7 +212,7 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
             return np.asarray((x * y + z).astype(np.float32))
     if name == "fma":
         return apply_binary("add", apply_binary("mul", args[0], args[1]), args[2])
-    if name == WORD:
+    if name == PACKED_BYTES:
         bits = [a.astype(np.uint8).astype(np.uint32) << np.uint32(8 * n) for n, a in enumerate(args)]
         return np.asarray(bits[0] | bits[1] | bits[2] | bits[3]).astype(np.int32)
     if name == NEAREST:
@@ -228,16 +228,16 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
     if name == PAIRS:
         a, b = ([_half(x, n) for n in range(2)] for x in args[1:])
         return apply_intrinsic("dot2_bf16", (args[0], *a, *b))
-    if name == HALVES:
+    if name == DOT2_INT16:
         a, b = ([(x >> np.int32(16 * n)).astype(np.int16) for n in range(2)] for x in args[1:])
         return apply_intrinsic("dot2_i16", (args[0], *a, *b))
     if name == LOOKUP:
         table = np.concatenate([np.concatenate(_bytes_of(word.reshape(1), np.uint8)) for word in args[1:]])
-        found = [
+        result = [
             table[index].astype(np.int32) << np.int32(8 * n) for n, index in enumerate(_bytes_of(args[0], np.uint8))
         ]
-        return np.asarray(found[0] | found[1] | found[2] | found[3])
-    if name == WORDS:
+        return np.asarray(result[0] | result[1] | result[2] | result[3])
+    if name == DOT4_BYTES:
         a, b = (_bytes_of(x, dtype) for x, dtype in zip(args[1:3], (np.uint8, np.int8), strict=True))
         return apply_intrinsic("dot4_u8s8", (args[0], *a, *b))
     dot = DOT_PRODUCTS[name]
@@ -250,8 +250,8 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
 
 def _half(words: Array, number: int) -> Array:
     """One of the two bfloat16 of each word."""
-    found: Array = (words >> np.int32(16 * number)).astype(np.uint16).view(dtypes.to_numpy("bfloat16"))
-    return found
+    array: Array = (words >> np.int32(16 * number)).astype(np.uint16).view(dtypes.to_numpy("bfloat16"))
+    return array
 
 
 def _bytes_of(words: Array, dtype: Any) -> list[Array]:
@@ -284,10 +284,10 @@ def _saturate(x: Array, target: np.dtype[Any]) -> Array:
 
 
 def _dtype_of(x: Array) -> DType:
-    found = dtypes.from_numpy(x.dtype)
-    if found is None:
+    result = dtypes.from_numpy(x.dtype)
+    if result is None:
         raise TypeError(f"an array of NumPy type {x.dtype} has no relaxlite element type")
-    return found
+    return result
 
 
 def _widen(x: Array) -> Array:

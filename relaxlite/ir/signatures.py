@@ -86,8 +86,8 @@ def instantiate(ty: Type, values: Mapping[SymVar, SymExpr], keep: Collection[Sym
     if dims is None or not isinstance(ty, TensorType | ShapeType):
         return ty
     is_known = all(var in values or var in keep for dim in dims for var in dim.free_vars())
-    made = tuple(substitute(dim, values) for dim in dims) if is_known else None
-    return TensorType(made, ty.dtype, len(dims)) if isinstance(ty, TensorType) else ShapeType(made, len(dims))
+    result = tuple(substitute(dim, values) for dim in dims) if is_known else None
+    return TensorType(result, ty.dtype, len(dims)) if isinstance(ty, TensorType) else ShapeType(result, len(dims))
 
 
 def match_arguments(

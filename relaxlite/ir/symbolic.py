@@ -256,12 +256,12 @@ def _intern(const: int, terms: Terms) -> SymExpr:
         return terms[0][0][0]  # the sum of one atom is that atom
     key = (const, terms)
     reference = _references.get(key)
-    found = None if reference is None else reference()
-    if found is None:
-        made = SymExpr() if terms else _Constant()
-        made.const, made.terms, made._vars, made._key = const, terms, None, None
-        found = _keep(key, made)
-    return found
+    result = None if reference is None else reference()
+    if result is None:
+        sym_expr = SymExpr() if terms else _Constant()
+        sym_expr.const, sym_expr.terms, sym_expr._vars, sym_expr._key = const, terms, None, None
+        result = _keep(key, sym_expr)
+    return result
 
 
 def _atom(kind: type[Pair], a: SymExpr, b: SymExpr) -> SymExpr:
@@ -269,10 +269,10 @@ def _atom(kind: type[Pair], a: SymExpr, b: SymExpr) -> SymExpr:
     reference = _references.get(key)
     found = None if reference is None else reference()
     if found is None:
-        made = kind()
-        made.a, made.b, made.const, made._vars, made._key = a, b, 0, None, None
-        made.terms = (((made,), 1),)
-        found = _keep(key, made)
+        result = kind()
+        result.a, result.b, result.const, result._vars, result._key = a, b, 0, None, None
+        result.terms = (((result,), 1),)
+        found = _keep(key, result)
     return found
 
 
@@ -481,12 +481,12 @@ def _extremum(kind: type[Pair], sign: int, values: Iterable[SymExpr]) -> SymExpr
 
 def operands(extremum: SymExpr) -> tuple[SymExpr, ...]:
     """min(min(a, b), c) has the operands a, b, c."""
-    found: list[SymExpr] = []
+    exprs: list[SymExpr] = []
     value = extremum
     while isinstance(value, Extremum) and type(value) is type(extremum):
-        found.append(value.b)
+        exprs.append(value.b)
         value = value.a
-    return (value, *reversed(found))
+    return (value, *reversed(exprs))
 
 
 def substitute(expr: SymExpr, values: Mapping[SymVar, IntLike]) -> SymExpr:

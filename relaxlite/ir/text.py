@@ -29,10 +29,10 @@ _NOT_IDENTIFIER = re.compile(r"[^A-Za-z0-9_]")
 
 def identifier(name: str) -> str:
     """The ASCII identifier nearest to a name; itself if it is one."""
-    made = _NOT_IDENTIFIER.sub("_", name) or "v"
-    if made[0].isdigit():
-        made = f"v{made}"
-    return f"{made}_" if made in RESERVED else made
+    result = _NOT_IDENTIFIER.sub("_", name) or "v"
+    if result[0].isdigit():
+        result = f"v{result}"
+    return f"{result}_" if result in RESERVED else result
 
 
 def quote(text: str) -> str:
@@ -55,8 +55,8 @@ def attr_text(value: AttrValue) -> str:
 
 
 def tuple_text(items: Iterable[str]) -> str:
-    found = tuple(items)
-    return f"({found[0]},)" if len(found) == 1 else f"({', '.join(found)})"
+    result = tuple(items)
+    return f"({result[0]},)" if len(result) == 1 else f"({', '.join(result)})"
 
 
 def attr_items(attrs: Mapping[str, AttrValue], taken: Iterable[str]) -> list[str]:
@@ -112,9 +112,9 @@ def content_digest(array: Array) -> str:
         return known[1]
     digest = hashlib.sha256(f"{array.dtype.name}{array.shape}".encode())
     digest.update(np.ascontiguousarray(_plain_nan(array)).reshape(-1).view(np.uint8).data)
-    found, ident = digest.hexdigest()[:32], id(array)
-    _digests[ident] = (weakref.ref(array, lambda _: _digests.pop(ident, None)), found)
-    return found
+    result, ident = digest.hexdigest()[:32], id(array)
+    _digests[ident] = (weakref.ref(array, lambda _: _digests.pop(ident, None)), result)
+    return result
 
 
 def _plain_nan(array: Array) -> Array:
@@ -141,20 +141,20 @@ class Names:
 
     def bind(self, node: Hashable, name: str) -> str:
         """A new identifier for a node, near to `name`."""
-        self._of[node] = found = self.fresh(name)
-        return found
+        self._of[node] = result = self.fresh(name)
+        return result
 
     def fresh(self, name: str) -> str:
         base = identifier(name)
-        found = base
+        result = base
         if base in self._used:
             count = self._tried.get(base, 1)
             while f"{base}_{count}" in self._used:
                 count += 1
             self._tried[base] = count + 1
-            found = f"{base}_{count}"
-        self._used.add(found)
-        return found
+            result = f"{base}_{count}"
+        self._used.add(result)
+        return result
 
     def release(self, ident: str) -> None:
         """The identifier may be given to another node."""

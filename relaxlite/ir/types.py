@@ -64,10 +64,10 @@ UNIT = TupleType(())
 
 def type_symbols(ty: Type) -> tuple[SymVar, ...]:
     """Every symbol that occurs in a type, in order of first occurrence."""
-    found: dict[SymVar, None] = {}
+    roots: dict[SymVar, None] = {}
     for expr in _expressions(ty):
-        found.update(dict.fromkeys(expr.free_vars()))
-    return tuple(found)
+        roots.update(dict.fromkeys(expr.free_vars()))
+    return tuple(roots)
 
 
 def defined_symbols(ty: Type) -> tuple[SymVar, ...]:

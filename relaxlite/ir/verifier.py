@@ -19,6 +19,7 @@ from typing import NoReturn
 from relaxlite import dtypes
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.attributes import attribute_problem
 from relaxlite.ir.expr import (
     Binding,
     Body,
@@ -81,6 +82,7 @@ STAGES: dict[str, Stage] = {
 
 RULES = {
     "stage": "only what the stage allows (STAGES in ir/verifier.py)",
+    "attribute": "attributes are those of ir/attributes.py, with values of their kinds",
     "variable": "a variable is bound once, before it is used, in a scope that contains the use",
     "symbol": "a symbol is defined before it is used, in a scope that contains the use",
     "operand": "operands are variables, constants, shapes and names of definitions; all else is bound to a variable",
@@ -105,6 +107,8 @@ def verify(module: IRModule, stage: str = "graph", known: IRModule | None = None
     """
     if stage not in STAGES:
         raise InvalidArgumentError(f"unknown stage {stage!r}; known: {', '.join(STAGES)}")
+    if (problem := attribute_problem("module", module.attrs)) is not None:
+        raise violation("module", RULES["attribute"], problem, "its attributes")
     for name, definition in module.items():
         if isinstance(definition, TensorProgram):
             if known is None or known.get(name) is not definition:
@@ -182,6 +186,7 @@ class _FunctionVerifier:
     # definitions and bodies
 
     def function(self, function: Function) -> None:
+        self._require("attribute", "its attributes", attribute_problem("function", function.attrs))
         for param in function.params:
             self._symbols.update(defined_symbols(param.ty))
         for param in function.params:

@@ -89,16 +89,16 @@ def body_uses(body: Body) -> Iterator[Var]:
 
 def expr_symbols(expr: Expr) -> tuple[SymVar, ...]:
     """The symbols that one expression mentions itself: shape values, symbolic arguments, its type."""
-    found: dict[SymVar, None] = {}
+    roots: dict[SymVar, None] = {}
     exprs: list[SymExpr] = list(expr.values) if isinstance(expr, ShapeValue) else []
     if isinstance(expr, Call):
         exprs.extend(expr.sym_args)
     for e in exprs:
-        found.update(dict.fromkeys(e.free_vars()))
+        roots.update(dict.fromkeys(e.free_vars()))
     for operand in operands(expr):
-        found.update(dict.fromkeys(expr_symbols(operand)))
-    found.update(dict.fromkeys(type_symbols(expr.ty)))
-    return tuple(found)
+        roots.update(dict.fromkeys(expr_symbols(operand)))
+    roots.update(dict.fromkeys(type_symbols(expr.ty)))
+    return tuple(roots)
 
 
 def map_functions(module: IRModule, fn: Callable[[Function], Function]) -> IRModule:
@@ -115,8 +115,8 @@ def program_calls(module: IRModule, names: Iterable[str] | None = None) -> list[
     """Every call of something that the module defines, nested bodies included, in all functions or in these."""
     functions = module.functions()
     within = functions.values() if names is None else [functions[name] for name in names]
-    found = [binding for f in within for body in bodies(f) for binding in body.bindings()]
-    values = [binding.value for binding in found if isinstance(binding, Let)]
+    bindings = [binding for f in within for body in bodies(f) for binding in body.bindings()]
+    values = [binding.value for binding in bindings if isinstance(binding, Let)]
     return [v for v in values if isinstance(v, Call) and isinstance(v.callee, GlobalVar)]
 
 
@@ -202,9 +202,9 @@ class Rewriter:
             args = self._operands(expr.args)
             callee = expr.callee
             if isinstance(callee, Var):
-                found = self.env.get(callee, callee)
-                assert isinstance(found, Var | GlobalVar)
-                callee = found
+                result = self.env.get(callee, callee)
+                assert isinstance(result, Var | GlobalVar)
+                callee = result
             if args is expr.args and callee is expr.callee:
                 return expr
             return replace(expr, args=args, callee=callee)

@@ -65,23 +65,24 @@ _BATCHES = (_Batch(), _Batch(("p",)), _Batch(("p", "q")), _Batch(("p",), both=Fa
 @cache
 def measured() -> Mapping[str, Any]:
     """The contents of openblas_costs.json."""
-    found: dict[str, Any] = json.loads(COSTS.read_text("utf-8"))
-    return found
+    result: dict[str, Any] = json.loads(COSTS.read_text("utf-8"))
+    return result
 
 
 @cache
 def openblas_rules() -> tuple[LibraryRule, ...]:
     """The rules of those kinds for which there is a range in which they win."""
-    found = measured()["ranges"]
+    result = measured()["ranges"]
     return tuple(
         replace(
             rule,
-            when=_measured_range(rule, found[kind]["when"]),
-            reason=f"there it measured {found[kind]['median_gain']:.1f} times as fast as the generated kernel (median)",
-            figures={"measured sizes": found[kind]["sizes"]},
+            when=_measured_range(rule, result[kind]["when"]),
+            reason=f"there it measured {result[kind]['median_gain']:.1f} times as fast as the generated kernel "
+            "(median)",
+            figures={"measured sizes": result[kind]["sizes"]},
         )
         for kind in KINDS
-        if kind in found
+        if kind in result
         for rule in rules_of(kind)
     )
 
@@ -121,7 +122,7 @@ def _rule(kind: str, batch: _Batch) -> LibraryRule:
         operands={"a": (*lead, "m", "k"), "b": (*before, "n", "k") if is_transposed else (*before, "k", "n")},
         arguments=tuple(filled(f"int32 {ROWS};{_ARGUMENTS[kind]}").split(";")),
         loops=batch.loops(filled(_BLOCKS[kind])),
-        when={filled(text): limits for text, limits in _LEAST[kind].items()},
+        when={filled(text): limits for text, limits in _MIN[kind].items()},
         variable=("b",),
         work=filled(f"$m * n * k // max(1, {_BLOCKS[kind]}) // 8"),
     )
@@ -148,7 +149,7 @@ _ARGUMENTS = {
 _BLOCKS = {kind: f"({'n' if kind in ('gemv_t', 'gemv_n') else '$m'} + {BLOCK - 1}) // {BLOCK}" for kind in KINDS}
 # What the routines need: none of them takes empty matrices for granted.
 _SIZES: dict[str, Range] = {"$m": (1, None), "k": (1, None), "n": (1, None)}
-_LEAST: dict[str, dict[str, Range]] = {
+_MIN: dict[str, dict[str, Range]] = {
     "gemv_t": {**_SIZES, "$m": (1, 1)},
     "gemv_n": {**_SIZES, "$m": (1, 1)},
     "gemv_a": {**_SIZES, "n": (1, 1)},

@@ -9,7 +9,7 @@ import numpy as np
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.engine import EXACT, Array, Batch, check_batch
-from relaxlite.llm.sequences import CachedSequences, ToldSequences
+from relaxlite.llm.sequences import CachedSequences, ReplayedSequences
 from relaxlite.llm.turns import Turn
 from relaxlite.runtime.executable import TensorSpec
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache, Pool
@@ -21,7 +21,7 @@ CACHE_BYTES = 1 << 30
 CHUNK = 128  # tokens of a long prompt in one step, where the step does not say it
 FILL = "fill"  # the function that gives no logits
 STATES = ("tails_", "states_")  # as frontend/llm/step.py calls what has a slot for each state
-LEAST_FILL = 64  # tokens that it is for: fewer take little time, and short prompts are to be computed as well as can be
+MIN_FILL = 64  # tokens that it is for: fewer take little time, and short prompts are to be computed as well as can be
 _Found = TypeVar("_Found")
 _Part = tuple[int, int, int]  # sequence, first of its new tokens, how many
 
@@ -57,7 +57,7 @@ class CompiledEngine:
         self._chunk = int(facts.get("chunk", CHUNK)) if chunk is None else chunk
         if not 1 <= self._chunk <= int(facts["step_tokens"]):
             raise InvalidArgumentError(f"a step takes 1 to {facts['step_tokens']} tokens, not chunks of {chunk}")
-        self._sequences = (ToldSequences if self.cache.layout.state_bytes else CachedSequences)(self.cache)
+        self._sequences = (ReplayedSequences if self.cache.layout.state_bytes else CachedSequences)(self.cache)
         self._turn = Turn()
 
     def new(self) -> int:
@@ -86,18 +86,18 @@ class CompiledEngine:
         self, batch: Batch, *, wanted: Sequence[int] | None = None, exact: Sequence[int] | None = None
     ) -> list[Array]:
         if len(batch) == 1 and (wanted is None or list(wanted) == [1]):
-            found = self._next(*batch[0])
-            if found is not None:
-                return [found]
+            result = self._next(*batch[0])
+            if result is not None:
+                return [result]
         check_batch(self, batch, wanted)
         asked = [1] * len(batch) if wanted is None else wanted
         exact = asked if exact is None else exact
-        if isinstance(self._sequences, ToldSequences):
+        if isinstance(self._sequences, ReplayedSequences):
             return self._in_two_steps(self._sequences, batch, asked, exact)
         return self._appended(batch, lambda: self._logits(batch, asked, exact))
 
     def _in_two_steps(
-        self, sequences: ToldSequences, batch: Batch, wanted: Sequence[int], exact: Sequence[int]
+        self, sequences: ReplayedSequences, batch: Batch, wanted: Sequence[int], exact: Sequence[int]
     ) -> list[Array]:
         """What `forward` does where sequences have states: one is kept before the last tokens of a prompt, for another
         reply, or a next turn whose template writes the end of this prompt otherwise."""
@@ -139,10 +139,10 @@ class CompiledEngine:
             step = self.cache.next_token(sequence, tokens[0])
             if step is None or self.cache.length(sequence) >= self.context:
                 return None
-            made: Any = self._run(step.tokens, *step.inputs, step.wanted, *self.cache.pools)
+            result: Any = self._run(step.tokens, *step.inputs, step.wanted, *self.cache.pools)
             self._sequences.extend(sequence, tokens)
             self.cache.commit(((sequence, 1),))
-        return made
+        return result
 
     def fill(self, sequence: int, tokens: Sequence[int]) -> None:
         check_batch(self, [(sequence, tokens)], None)
@@ -160,19 +160,19 @@ class CompiledEngine:
         with self._turn.lock:
             try:
                 self.cache.reserve(counts)
-                found = compute()
+                result = compute()
             except BaseException:
                 self.cache.cancel(counts)
                 raise
             for sequence, tokens in batch:  # before the cache: what it has not got is computed again
                 self._sequences.extend(sequence, tokens)
             self.cache.commit(counts)
-        return found
+        return result
 
     def _logits(self, batch: Batch, wanted: Sequence[int], exact: Sequence[int]) -> list[Array]:
         shown = {sequence: len(tokens) - count for (sequence, tokens), count in zip(batch, wanted, strict=True)}
         given = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in batch}
-        found: dict[int, list[Array]] = {sequence: [] for sequence in given}
+        result: dict[int, list[Array]] = {sequence: [] for sequence in given}
         filled = {
             sequence: self._filled(len(tokens) - max(count, more))
             for (sequence, tokens), count, more in zip(batch, wanted, exact, strict=True)
@@ -189,9 +189,9 @@ class CompiledEngine:
             at = 0  # in the logits
             for (sequence, _, _), number in zip(parts, asked, strict=True):
                 if number:
-                    found[sequence].append(logits[at : at + number])
+                    result[sequence].append(logits[at : at + number])
                 at += number
-        return [pieces[-1] if len(pieces) == 1 else np.concatenate(pieces) for pieces in found.values()]
+        return [pieces[-1] if len(pieces) == 1 else np.concatenate(pieces) for pieces in result.values()]
 
     def _fill_in(self, given: Mapping[int, Array], ranges: Iterable[_Part]) -> None:
         for parts in _steps(ranges, self._chunk):
@@ -204,13 +204,13 @@ class CompiledEngine:
     def _filled(self, shown: int) -> int:
         """How many of a sequence's tokens only the cache needs, where those from `shown` on give logits."""
         count = shown + 1 - EXACT
-        return count if self._fill is not None and count >= LEAST_FILL else 0
+        return count if self._fill is not None and count >= MIN_FILL else 0
 
     def _step(self, tokens: Array, wanted: Array, parts: list[_Part]) -> Array:
         if not len(wanted):
             wanted = np.array([len(tokens) - 1])  # a step always computes one row
-        made: Any = self._run(tokens, *self.cache.describe(parts), wanted, *self.cache.pools)
-        return made
+        result: Any = self._run(tokens, *self.cache.describe(parts), wanted, *self.cache.pools)
+        return result
 
 
 def _joined(given: Mapping[int, Array], parts: list[_Part]) -> Array:

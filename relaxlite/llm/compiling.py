@@ -22,12 +22,12 @@ from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.step_samples import step_samples
 from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.graph.integer_products import are_integers, coarse_rotation
-from relaxlite.passes.products.int16_products import are_words
+from relaxlite.passes.graph.integer_products import relaxed_rotation, uses_integer_products
+from relaxlite.passes.products.int16_products import are_int16
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
 
-LEAST_COARSE = 1 / 8  # of a checkpoint's weights, for a function of its own that rounds more: a router alone is none
+MIN_COARSE = 1 / 8  # of a checkpoint's weights, for a function of its own that rounds more: a router alone is none
 
 
 def compile(
@@ -113,7 +113,7 @@ def build_checkpoint(
         checkpoint,
         max_context=max_context,
         cache_dtype=cache_dtype,
-        has_fill=_elements(coarse) >= LEAST_COARSE * _elements(multiplied.values()) or _ends_without_keys(checkpoint),
+        has_fill=_elements(coarse) >= MIN_COARSE * _elements(multiplied.values()) or _ends_without_keys(checkpoint),
         groups_rows=all(_is_integer(weight, machine, chosen) for weight in grouped),
     )
     samples = step_samples(module) if validate else False
@@ -150,14 +150,14 @@ def _is_coarse(weight: Weight, target: Target, precision: str) -> bool:
     """Whether what it is multiplied by is rounded more where the step says that it may be."""
     some = _in_blocks(weight)
     if some is None:
-        return len(weight.shape) == 2 and are_words(target, precision, *reversed(weight.shape))
-    return coarse_rotation(some.coding, some.group, target, precision) > 1
+        return len(weight.shape) == 2 and are_int16(target, precision, *reversed(weight.shape))
+    return relaxed_rotation(some.coding, some.group, target, precision) > 1
 
 
 def _is_integer(weight: Weight, target: Target, precision: str) -> bool:
     """Whether it is multiplied in integers."""
     some = _in_blocks(weight)
-    return some is not None and are_integers(some.coding, some.group, target, precision)
+    return some is not None and uses_integer_products(some.coding, some.group, target, precision)
 
 
 def _in_blocks(weight: Weight) -> GroupedWeight | None:

@@ -46,20 +46,26 @@ class Description:
         """ArtifactError: a field is missing, unknown or of another kind."""
         try:
             raw = json.loads(content)
-            found = Description(**{**raw, "stop": tuple(raw.get("stop", ()))})
+            description = Description(**{**raw, "stop": tuple(raw.get("stop", ()))})
         except (TypeError, ValueError, AttributeError) as error:
             raise ArtifactError(f"its description of the language model is malformed: {error}") from error
-        for name, value in asdict(found).items():
+        for name, value in asdict(description).items():
             if not isinstance(value, _KINDS[name]) or isinstance(value, bool) != (name == "adds_bos"):
                 raise ArtifactError(f"its description of the language model is malformed: {name} is {value!r}")
-        if not found.row_cost > 0:  # or NaN
-            raise ArtifactError(f"its description of the language model is malformed: row_cost is {found.row_cost}")
-        if found.vocab < 1 or found.context < 1 or not all(_is_token(token, found.vocab) for token in found.stop):
+        if not description.row_cost > 0:  # or NaN
             raise ArtifactError(
-                f"its description of the language model is malformed: a vocabulary of {found.vocab}, a context of "
-                f"{found.context}, stop tokens {found.stop}"
+                f"its description of the language model is malformed: row_cost is {description.row_cost}"
             )
-        return found
+        if (
+            description.vocab < 1
+            or description.context < 1
+            or not all(_is_token(token, description.vocab) for token in description.stop)
+        ):
+            raise ArtifactError(
+                f"its description of the language model is malformed: a vocabulary of {description.vocab}, "
+                f"a context of {description.context}, stop tokens {description.stop}"
+            )
+        return description
 
 
 _KINDS: dict[str, Any] = {

@@ -21,7 +21,7 @@ from relaxlite.errors import CacheFullError
 from relaxlite.llm.engine import Engine
 from relaxlite.llm.sampling import softmax
 
-MOST = 16  # guesses in one step
+MAX = 16  # guesses in one step
 ROW_COST = 0.25
 """Of one more token in a step, in steps of one token, where all tokens use all weights (docs/measurements/cpus.md,
 draft_row_cost)."""
@@ -117,7 +117,7 @@ class Lookup:
     def _count(self, k: int, least: float) -> int:
         """How many guesses are so likely to be right, each with all before it."""
         share = (self._right[k] + self._EXPECTED[k] * self._WEIGHT) / (self._seen[k] + self._WEIGHT)
-        return 0 if least >= 1 else min(MOST, int(math.log(least) / math.log(min(share, 0.999))))
+        return 0 if least >= 1 else min(MAX, int(math.log(least) / math.log(min(share, 0.999))))
 
 
 class DraftModel:
@@ -136,7 +136,7 @@ class DraftModel:
 
     def propose(self, tokens: Sequence[int], most: int, sequences: int) -> list[int]:
         tokens = self._remembered(tokens)
-        most = min(most, MOST, self._engine.context - len(tokens))
+        most = min(most, MAX, self._engine.context - len(tokens))
         least = worth(self._row_cost + self._step_cost, self._row_cost, sequences)
         if self._sequence is None or most < 1 or least >= 1:  # then no guess pays, however sure
             return []

@@ -85,13 +85,13 @@ def evaluate(
         predicted = tokens[scored.start : scored.stop]
         parts = _log_probabilities(engine, before, predicted, step)
         others = None if against is None else _log_probabilities(against, before, predicted, step)
-        for at, found in parts:
-            wanted = np.asarray(predicted[at : at + len(found)])
-            losses.append(-found[np.arange(len(found)), wanted])
-            hits.append(found.argmax(axis=1) == wanted)
+        for at, result in parts:
+            wanted = np.asarray(predicted[at : at + len(result)])
+            losses.append(-result[np.arange(len(result)), wanted])
+            hits.append(result.argmax(axis=1) == wanted)
             if others is not None:
-                compared.append(_compare(next(others)[1], found, wanted))
-            progress(len(found))
+                compared.append(_compare(next(others)[1], result, wanted))
+            progress(len(result))
     loss = np.concatenate(losses)
     mean, error = _mean(loss)
     comparison = _joined(compared) if compared else None

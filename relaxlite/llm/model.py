@@ -491,9 +491,9 @@ def _defaults(description: Description) -> dict[str, Any]:
     """What the checkpoint says about sampling: all of it where it says that tokens are sampled."""
     said = dict(description.generation)
     names = {field.name for field in fields(Sampling)}
-    found = {name: value for name, value in said.items() if name in names and value is not None}
+    values = {name: value for name, value in said.items() if name in names and value is not None}
     if not said.get("do_sample"):
-        found.pop("temperature", None)
-    elif "temperature" not in found:
-        found["temperature"] = 1.0
-    return found
+        values.pop("temperature", None)
+    elif "temperature" not in values:
+        values["temperature"] = 1.0
+    return values

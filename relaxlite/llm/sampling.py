@@ -66,10 +66,10 @@ class Sampling:
 
 
 def _tokens(given: object) -> tuple[int, ...]:
-    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-    if not all(isinstance(token, Integral) and not isinstance(token, bool) and int(token) >= 0 for token in found):
+    result = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) and int(token) >= 0 for token in result):
         raise InvalidArgumentError(f"suppress_tokens must be numbers of tokens, got {given!r}")
-    return tuple(dict.fromkeys(int(token) for token in found))
+    return tuple(dict.fromkeys(int(token) for token in result))
 
 
 def _number(name: str, value: object, low: float, high: float, *, is_open: bool = False) -> float:
@@ -142,10 +142,10 @@ def without(scores: Array, tokens: Sequence[int]) -> Array:
 
 
 def _likeliest(scores: Array, name: str) -> int:
-    found = int(np.argmax(scores))
-    if scores[found] == -np.inf:
+    result = int(np.argmax(scores))
+    if scores[result] == -np.inf:
         raise ExecutionError(f"{name}: suppress_tokens leave no token that could come next")
-    return found
+    return result
 
 
 def candidates(scores: Array, how: Sampling) -> tuple[Array | None, Array]:
@@ -176,8 +176,8 @@ def _weights(scores: Array, temperature: float) -> Array:
     if not _TEMPERATURES[0] <= temperature <= _TEMPERATURES[1]:
         scores = scores.astype(np.float64)
     with np.errstate(over="ignore"):
-        found: Array = np.exp((scores - scores.max()) / temperature)  # what overflows cannot come
-    return found
+        array: Array = np.exp((scores - scores.max()) / temperature)  # what overflows cannot come
+    return array
 
 
 def _largest(numbers: Array, count: int) -> Array:

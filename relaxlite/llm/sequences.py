@@ -42,7 +42,7 @@ class CachedSequences:
         """These are about to follow what the cache has."""
 
 
-class ToldSequences(CachedSequences):
+class ReplayedSequences(CachedSequences):
     """All tokens of each sequence, of which a cache with states has the first ones."""
 
     def __init__(self, cache: KVCache) -> None:
@@ -50,16 +50,16 @@ class ToldSequences(CachedSequences):
         self._tokens: dict[int, list[int]] = {}
 
     def new(self) -> int:
-        made = super().new()
-        self._tokens[made] = []
-        return made
+        result = super().new()
+        self._tokens[result] = []
+        return result
 
     def fork(self, sequence: int, length: int | None) -> int:
         tokens = self.tokens(sequence)
         kept = tokens if length is None else tokens[: _checked(tokens, sequence, length, "fork")]
-        made = super().fork(sequence, min(len(kept), self._cache.length(sequence)))
-        self._tokens[made] = kept
-        return made
+        result = super().fork(sequence, min(len(kept), self._cache.length(sequence)))
+        self._tokens[result] = kept
+        return result
 
     def drop(self, sequence: int, count: int) -> None:
         tokens = self.tokens(sequence)
@@ -87,10 +87,10 @@ class ToldSequences(CachedSequences):
         self._of(sequence)[self._cache.length(sequence) :] = tokens
 
     def _of(self, sequence: int) -> list[int]:
-        found = self._tokens.get(sequence)
-        if found is None:
+        token = self._tokens.get(sequence)
+        if token is None:
             raise InvalidArgumentError(f"there is no sequence {sequence}")
-        return found
+        return token
 
 
 def _checked(tokens: Sequence[int], sequence: int, count: int, what: str) -> int:

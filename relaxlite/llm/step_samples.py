@@ -9,7 +9,7 @@ from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
 from relaxlite.llm.compiled_engine import layout_of
 from relaxlite.llm.engine import Array
-from relaxlite.passes.graph.reachable import entries
+from relaxlite.passes.graph.reachable import entry_points
 from relaxlite.records import dataclass
 from relaxlite.runtime.kv_cache import KVCache
 from relaxlite.runtime.state_slots import STATES
@@ -22,8 +22,8 @@ _STEPS = (((0,), (1,)), ((0, 0), (7, 3)), ((70, 9, 20), (1, 4, 20)))
 def step_samples(module: IRModule, seed: int = 0) -> dict[str, list[tuple[Array, ...]]]:
     """Some calls of each function, with tokens, keys and values that are random, as a cache describes them."""
     calls = _calls(module, seed)
-    found = {"main": [call.arguments(True) for call in calls]}
-    return found | {name: [call.arguments(False) for call in calls] for name in entries(module)[1:]}
+    result = {"main": [call.arguments(True) for call in calls]}
+    return result | {name: [call.arguments(False) for call in calls] for name in entry_points(module)[1:]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def _calls(module: IRModule, seed: int) -> list[_Call]:
     signature = signature_of(main)
     vocab = int(signature.outputs[0].shape[-1])
     context, most = _fact(module, "context"), _fact(module, "step_tokens")
-    layout, found = layout_of(signature.inputs, _fact(module, "attention_block")), []
+    layout, result = layout_of(signature.inputs, _fact(module, "attention_block")), []
     for lengths, counts in _STEPS:
         if sum(counts) > most or max(map(sum, zip(lengths, counts, strict=True))) > context:
             continue
@@ -59,16 +59,16 @@ def _calls(module: IRModule, seed: int) -> list[_Call]:
         ends = np.cumsum(counts)
         wanted = np.unique([0, *(ends - 1)])
         pools = tuple(_random(rng, pool) for pool in cache.pools)
-        found.append(_Call((rng.integers(0, vocab, ends[-1]), *inputs), wanted, pools))
-    return found
+        result.append(_Call((rng.integers(0, vocab, ends[-1]), *inputs), wanted, pools))
+    return result
 
 
 def _random(rng: np.random.Generator, pool: Array) -> Array:
     if pool.dtype == np.int8:
         return np.asarray(rng.integers(-127, 128, pool.shape), np.int8)
-    made = rng.standard_normal(pool.shape)
+    result = rng.standard_normal(pool.shape)
     is_scale = pool.shape[-1] == 1  # of codes
-    return np.asarray(np.abs(made) / 100 if is_scale else made).astype(pool.dtype)
+    return np.asarray(np.abs(result) / 100 if is_scale else result).astype(pool.dtype)
 
 
 def _fact(module: IRModule, name: str) -> int:

@@ -76,15 +76,15 @@ def _checked(messages: Iterable[Message]) -> list[dict[str, Any]]:
         raise InvalidArgumentError(
             'a chat is a list of messages such as {"role": "user", "content": "Hello"}, at least one'
         )
-    found = []
+    result = []
     for k, message in enumerate(map(_plain, given)):
         if not isinstance(message, Mapping) or "role" not in message:
             raise InvalidArgumentError(f'message {k} is {message!r}; it needs a "role" and a "content"')
         content = message.get("content")
         if isinstance(content, str) and (wrong := lone_surrogate(content)):
             raise InvalidArgumentError(f"message {k}: the text is not valid Unicode: {wrong}")
-        found.append(_with_thoughts({key: value for key, value in message.items() if value is not None}))
-    return found
+        result.append(_with_thoughts({key: value for key, value in message.items() if value is not None}))
+    return result
 
 
 def _plain(value: Any) -> Any:

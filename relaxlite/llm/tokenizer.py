@@ -34,13 +34,13 @@ class Tokenizer:
         from tokenizers import Tokenizer as Library
 
         try:
-            found = Library.from_buffer(self._json.encode() if isinstance(self._json, str) else self._json)
+            result = Library.from_buffer(self._json.encode() if isinstance(self._json, str) else self._json)
         except Exception as error:  # the library raises Exception itself
             raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
-        found.no_truncation()  # a file may say how a training cut its texts, or filled them up
-        found.no_padding()
+        result.no_truncation()  # a file may say how a training cut its texts, or filled them up
+        result.no_padding()
         trim_heap()
-        return found
+        return result
 
     def check(self) -> None:
         """Read it now. ArtifactError: it cannot be."""

@@ -60,7 +60,7 @@ from relaxlite.ir.symbolic import (
 from relaxlite.records import dataclass
 
 _ZERO, _ONE = sym(0), sym(1)
-_MOST_EXTREMA = 2  # in a question; each may double the cases that a proof has to look at
+_MAX_EXTREMA = 2  # in a question; each may double the cases that a proof has to look at
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +89,13 @@ def estimate_costs(module: IRModule, cache: ProgramCache | None = None) -> dict[
 
 def cost_of(program: TensorProgram) -> Cost:
     """What one run of the program costs."""
-    found = _Walk(program)
-    flops = found.flops(program.body, found.anywhere) + found.shared
+    result = _Walk(program)
+    flops = result.flops(program.body, result.anywhere) + result.shared
     return Cost(
         flops=flops,
-        bytes_read=_total(found.touched(b) for b in program.inputs if b in found.read),
-        bytes_written=_total(found.touched(b, written=True) for b in program.params if b in found.written),
-        is_bound=found.is_bound,
+        bytes_read=_total(result.touched(b) for b in program.inputs if b in result.read),
+        bytes_written=_total(result.touched(b, written=True) for b in program.params if b in result.written),
+        is_bound=result.is_bound,
     )
 
 
@@ -137,8 +137,8 @@ class _Scope:
 
     def roots(self, expr: SymExpr) -> frozenset[SymVar]:
         """The loops on which the expression depends, also through data."""
-        found = [self.data.get(v, frozenset((v,)) if v in self.extents else frozenset()) for v in expr.free_vars()]
-        return frozenset().union(*found)
+        result = [self.data.get(v, frozenset((v,)) if v in self.extents else frozenset()) for v in expr.free_vars()]
+        return frozenset().union(*result)
 
     def range_of(self, expr: SymExpr) -> _Range | None:
         """None: not known."""
@@ -184,10 +184,10 @@ class _Scope:
         return None if a is None else _Range(a.low // b.low, a.high // b.low)
 
     def least(self, *values: SymExpr) -> SymExpr:
-        return reduce(lambda a, b: smin(a, b) if (found := self._lesser(a, b)) is None else found, values)
+        return reduce(lambda a, b: smin(a, b) if (result := self._lesser(a, b)) is None else result, values)
 
     def greatest(self, *values: SymExpr) -> SymExpr:
-        return reduce(lambda a, b: smax(a, b) if (found := self._lesser(a, b)) is None else a + b - found, values)
+        return reduce(lambda a, b: smax(a, b) if (result := self._lesser(a, b)) is None else a + b - result, values)
 
     def _lesser(self, a: SymExpr, b: SymExpr) -> SymExpr | None:
         """The one that is proven to be no greater than the other."""
@@ -199,7 +199,7 @@ class _Scope:
         """Whether it is proven that expr >= 0. Not asked of what takes long: a bound that is not the least will do."""
         if expr.is_const:
             return expr.const >= 0
-        return num_extrema(expr) <= _MOST_EXTREMA and self.analyzer.can_prove_nonneg(expr)
+        return num_extrema(expr) <= _MAX_EXTREMA and self.analyzer.can_prove_nonneg(expr)
 
     def count(self, loops: Iterable[SymVar]) -> SymExpr:
         """How often the innermost of these loops runs, at most."""
@@ -210,13 +210,13 @@ class _Scope:
 def _knowing(sizes: frozenset[SymExpr], running: frozenset[SymExpr]) -> Analyzer:
     """Knows that sizes are at least 0, and extents of running loops at least 1."""
     if running:
-        found, least, exprs = _knowing(sizes, frozenset()), 1, running
+        result, least, exprs = _knowing(sizes, frozenset()), 1, running
     else:
-        found, least, exprs = Analyzer(), 0, sizes
+        result, least, exprs = Analyzer(), 0, sizes
     for expr in sorted(exprs, key=lambda e: e.key):
-        if not found.can_prove_le(least, expr):
-            found = found.assume_le(least, expr)
-    return found
+        if not result.can_prove_le(least, expr):
+            result = result.assume_le(least, expr)
+    return result
 
 
 # Accesses: which elements of a buffer are touched
@@ -235,15 +235,15 @@ def _footprint(access: Load | Store, scope: _Scope, anywhere: _Scope) -> _Footpr
     groups: list[tuple[frozenset[SymVar], SymExpr]] = []
     box = []
     for dim, index in zip(access.buffer.shape, access.indices, strict=True):
-        roots, found = scope.roots(index), scope.range_of(index)
-        if found is None:
-            found = _Range(_ZERO, dim - 1)
+        roots, result = scope.roots(index), scope.range_of(index)
+        if result is None:
+            result = _Range(_ZERO, dim - 1)
         else:  # what would lie outside is never touched: a branch guards it, or a loop is shorter in the end
-            found = _Range(scope.greatest(_ZERO, found.low), scope.least(found.high, dim - 1))
-        box.append(found)
+            result = _Range(scope.greatest(_ZERO, result.low), scope.least(result.high, dim - 1))
+        box.append(result)
         if not roots:
             continue
-        count = anywhere.greatest(_ZERO, scope.least(found.high - found.low + 1, scope.count(roots)))
+        count = anywhere.greatest(_ZERO, scope.least(result.high - result.low + 1, scope.count(roots)))
         together = [group for group in groups if group[0] & roots]
         groups = [group for group in groups if not group[0] & roots]
         if together:
@@ -371,15 +371,15 @@ class _Walk:
 
     def _roots_of(self, value: Value, scope: _Scope) -> frozenset[SymVar]:
         """The loops on which a value depends; on all of them where it reads what the program itself computes."""
-        found: frozenset[SymVar] = frozenset()
+        result: frozenset[SymVar] = frozenset()
         for part in walk_values(value):
             if isinstance(part, Load):
                 if part.buffer not in self._params or part.buffer in self.written:
                     return frozenset(scope.extents)
-                found = found.union(*map(scope.roots, part.indices))
+                result = result.union(*map(scope.roots, part.indices))
             elif isinstance(part, IndexValue):
-                found |= scope.roots(part.index)
-        return found
+                result |= scope.roots(part.index)
+        return result
 
 
 def _without_tiles(body: SymExpr, var: SymVar, extent: SymExpr) -> tuple[SymExpr, SymExpr | None]:
@@ -387,11 +387,11 @@ def _without_tiles(body: SymExpr, var: SymVar, extent: SymExpr) -> tuple[SymExpr
     range(ceildiv(e, c)), which is a multiple of e; None where the body has none."""
     rest, tiles = body, None
     for monomial, coef in body.terms:
-        found = [atom for atom in monomial if isinstance(atom, Min) and var in atom.free_vars()]
-        others = [atom for atom in monomial if atom not in found]
-        if len(found) != 1 or any(var in atom.free_vars() for atom in others):
+        atoms = [atom for atom in monomial if isinstance(atom, Min) and var in atom.free_vars()]
+        others = [atom for atom in monomial if atom not in atoms]
+        if len(atoms) != 1 or any(var in atom.free_vars() for atom in others):
             continue
-        whole = _tiled(found[0], var, extent)
+        whole = _tiled(atoms[0], var, extent)
         if whole is not None:
             rest = rest - product(monomial) * coef
             tiles = (tiles or _ZERO) + product(others) * whole * coef

@@ -16,13 +16,34 @@ from relaxlite.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """`stage` names the rules that hold after the pass (ir/verifier.py)."""
+    """`stage` names the rules that hold after the pass (ir/verifier.py), `why` what places it in a pipeline. Where the
+    passes `after` and `before` are in the pipeline too, this one stands after and before them."""
 
     name: str
     run: Callable[[IRModule, PassContext], IRModule]
     stage: str
     doc: str = ""
     rounds: bool = False  # where the precision allows it, results change
+    why: str = ""
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+
+def checked_order(*passes: Pass) -> tuple[Pass, ...]:
+    """A pipeline of these passes. Raises PassError for two of one name, and for a pass that stands before one that it
+    needs or after one that it must precede."""
+    place: dict[str, int] = {}
+    for number, step in enumerate(passes):
+        if step.name in place:
+            raise PassError(f"two passes of a pipeline are named {step.name}")
+        place[step.name] = number
+    for number, step in enumerate(passes):
+        late = [name for name in step.after if place.get(name, -1) > number]
+        early = [name for name in step.before if place.get(name, number) < number]
+        if late or early:
+            wrong = f"must come after {late[0]}" if late else f"must come before {early[0]}"
+            raise PassError(f"pass {step.name} {wrong}: {step.why}")
+    return passes
 
 
 def run_passes(module: IRModule, passes: Sequence[Pass], context: PassContext) -> IRModule:
@@ -63,4 +84,4 @@ def _verify_after(module: IRModule, step: Pass, verified: tuple[IRModule, str] |
 
 def _has_the_same_definitions(module: IRModule, known: IRModule) -> bool:
     """The same objects, which are immutable."""
-    return len(module) == len(known) and all(known.get(name) is found for name, found in module.items())
+    return len(module) == len(known) and all(known.get(name) is result for name, result in module.items())

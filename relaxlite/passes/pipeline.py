@@ -1,8 +1,13 @@
-"""The table of contents of compilation: every pass, in order, and what holds after it."""
+"""The table of contents of compilation: every pass in order, what holds after it, and why it stands where it stands.
+
+`why` of a pass says what it needs from passes before it, or what it must precede; `after` and `before` say the same by
+names, and are checked when a pipeline is built (manager.checked_order).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from relaxlite.ir.module import IRModule
 from relaxlite.passes.context import PassContext
@@ -30,7 +35,7 @@ from relaxlite.passes.graph.recognize import recognize
 from relaxlite.passes.graph.simplify_algebra import simplify_algebra
 from relaxlite.passes.graph.split_products import split_products
 from relaxlite.passes.loops.legalize import legalize
-from relaxlite.passes.manager import Pass
+from relaxlite.passes.manager import Pass, checked_order
 from relaxlite.passes.memory.donate import donate
 from relaxlite.passes.memory.join_parts import join_parts
 from relaxlite.passes.memory.lift_workspaces import lift_workspaces
@@ -45,10 +50,24 @@ from relaxlite.passes.products.winograd_convolution import winograd
 from relaxlite.passes.products.winograd_products import inner_products
 from relaxlite.passes.schedule.cpu.programs import schedule_cpu
 
+PassFunction: TypeAlias = "Callable[[IRModule], IRModule] | Callable[[IRModule, PassContext], IRModule]"
 
-def _pure(name: str, run: Callable[[IRModule], IRModule], stage: str) -> Pass:
-    """A pass that needs nothing but the module."""
-    return Pass(name, lambda module, context: run(module), stage, (run.__doc__ or "").strip().split("\n")[0])
+
+def _step(
+    name: str,
+    run: PassFunction,
+    stage: str,
+    why: str,
+    *,
+    after: tuple[str, ...] = (),
+    before: tuple[str, ...] = (),
+    rounds: bool = False,
+) -> Pass:
+    """A row of the table; a function of the module alone gets no context."""
+    summary = (run.__doc__ or "").strip().split("\n")[0]
+    takes_context = run.__code__.co_argcount > 1
+    whole: Any = run if takes_context else lambda module, _: run(module)  # type: ignore[call-arg]
+    return Pass(name, whole, stage, summary, rounds, why, after, before)
 
 
 def _note_costs(module: IRModule, context: PassContext) -> IRModule:
@@ -68,56 +87,140 @@ def default_pipeline() -> tuple[Pass, ...]:
     D  schedule           loops are tiled, vectorized and run in parallel for the target
     E  memory and shapes  explicit outputs, one arena, symbols in slots of a heap
     """
-    return (
+    return checked_order(
         # A
-        _pure("fold_shapes", fold_shapes, "graph"),
-        _pure("decompose", decompose, "graph"),
-        Pass("integer_products", integer_products, "graph", rounds=True),
-        Pass("byte_products", byte_products, "graph"),
-        Pass("keep_quantized", keep_quantized, "graph"),
-        _pure("fold_constants", fold_constants, "graph"),
-        _pure("simplify_algebra", simplify_algebra, "graph"),
-        _pure("fold_constants_again", fold_constants, "graph"),
-        _pure("channels_last", channels_last, "graph"),
-        _pure("simplify_algebra_again", simplify_algebra, "graph"),
-        Pass("split_products", split_products, "graph"),
-        Pass("lower_precision", lower_precision, "graph", rounds=True),
-        _pure("eliminate_common", eliminate_common, "graph"),
-        Pass("recognize", recognize, "graph"),
-        Pass("fuse_attention", fuse_attention, "graph"),
-        Pass("narrow_attention", narrow_attention, "graph", rounds=True),
-        _pure("decompose_again", decompose, "graph"),
-        _pure("eliminate_dead", eliminate_dead, "graph"),
+        _step("fold_shapes", fold_shapes, "graph", "rules below ask for dimensions, which tensors hold until here"),
+        _step("decompose", decompose, "graph", "rules below are written for basic ops"),
+        _step(
+            "integer_products", integer_products, "graph", "dequantize_blocks still stands beside its matmul",
+            before=("fold_constants", "keep_quantized"), rounds=True,
+        ),
+        _step(
+            "byte_products", byte_products, "graph", "quantize and dequantize still stand around a product",
+            before=("fold_constants", "keep_quantized"),
+        ),
+        _step(
+            "keep_quantized", keep_quantized, "graph", "folding would widen the codes of weights",
+            after=("byte_products",), before=("fold_constants",),
+        ),
+        _step("fold_constants", fold_constants, "graph", "algebra sees constants as such", after=("fold_shapes",)),
+        _step("simplify_algebra", simplify_algebra, "graph", "layouts and patterns are found in fewer ops"),
+        _step(
+            "fold_constants_again", fold_constants, "graph", "what algebra moved onto weights is computed now",
+            after=("simplify_algebra",),
+        ),
+        _step(
+            "channels_last", channels_last, "graph", "filters are constants, which are transposed here",
+            after=("fold_constants_again",), before=("dispatch",),
+        ),
+        _step(
+            "simplify_algebra_again", simplify_algebra, "graph", "transposes that layouts brought meet and cancel",
+            after=("channels_last",),
+        ),
+        _step(
+            "split_products", split_products, "graph", "attention is recognized by a product for each operand",
+            before=("fuse_attention",),
+        ),
+        _step(
+            "lower_precision", lower_precision, "graph", "each part of a split product is rounded or not",
+            after=("split_products",), before=("dispatch",), rounds=True,
+        ),
+        _step(
+            "eliminate_common", eliminate_common, "graph", "patterns below need one user of a value, not two copies",
+            before=("recognize",),
+        ),
+        _step("recognize", recognize, "graph", "norms and activations are whole before fusion", before=("legalize",)),
+        _step(
+            "fuse_attention", fuse_attention, "graph", "softmax and rotary embeddings are whole", after=("recognize",),
+            before=("decompose_again",),
+        ),
+        _step(
+            "narrow_attention", narrow_attention, "graph", "needs attention as one op", after=("fuse_attention",),
+            rounds=True,
+        ),
+        _step(
+            "decompose_again", decompose, "graph", "ops that no pattern wanted whole are taken apart",
+            after=("recognize", "fuse_attention"), before=("dispatch",),
+        ),
+        _step("eliminate_dead", eliminate_dead, "graph", "what patterns replaced is not lowered", before=("dispatch",)),
         # B
-        Pass("dispatch", dispatch, "graph", (dispatch.__doc__ or "").split("\n")[0]),
+        _step(
+            "dispatch", dispatch, "graph", "rules match graph operators, the last time there are any",
+            before=("legalize",),
+        ),
         # C
-        _pure("legalize", legalize, "lowered"),
-        Pass("resolve_matches", resolve_matches, "lowered"),
-        Pass("sink_into_branches", sink_into_branches, "lowered"),
-        Pass("fuse_prologues", fuse_prologues, "lowered"),
-        Pass("fuse_ops", fuse_ops, "lowered"),
-        _pure("fuse_programs", fuse_programs, "lowered"),
-        Pass("make_views", make_views, "lowered"),
-        Pass("pair_products", pair_products, "lowered"),
-        Pass("join_calls", join_calls, "lowered"),
-        Pass("donate", donate, "lowered"),
-        _pure("drop_unused", drop_unused, "lowered"),
-        Pass("estimate_costs", _note_costs, "lowered"),
+        _step("legalize", legalize, "lowered", "fusion and schedules work on loops"),
+        _step(
+            "resolve_matches", resolve_matches, "lowered", "a MatchShape between two programs would keep them apart",
+            after=("legalize",), before=("fuse_ops",),
+        ),
+        _step(
+            "sink_into_branches", sink_into_branches, "lowered", "what a branch alone uses fuses there",
+            after=("legalize",), before=("fuse_ops",),
+        ),
+        _step(
+            "fuse_prologues", fuse_prologues, "lowered", "a product takes its dequantization before others may",
+            after=("legalize",), before=("fuse_ops",),
+        ),
+        _step("fuse_ops", fuse_ops, "lowered", "groups programs, still whole", after=("legalize",)),
+        _step("fuse_programs", fuse_programs, "lowered", "merges the loops of the groups", after=("fuse_ops",)),
+        _step(
+            "make_views", make_views, "lowered", "copies that nothing fused with cost nothing as views",
+            after=("fuse_programs",),
+        ),
+        _step(
+            "pair_products", pair_products, "lowered", "epilogues are known", after=("fuse_programs",),
+            before=("join_calls",),
+        ),
+        _step("join_calls", join_calls, "lowered", "what is left side by side is final", after=("fuse_programs",)),
+        _step(
+            "donate", donate, "lowered", "programs that update one tensor are whole", after=("fuse_programs",),
+            before=("lower_dps",),
+        ),
+        _step("drop_unused", drop_unused, "lowered", "merged programs are not scheduled", before=("schedule",)),
+        _step(
+            "estimate_costs", _note_costs, "lowered", "costs are of programs as written, not of their tiles",
+            before=("winograd", "schedule"),
+        ),
         # D
-        Pass("winograd", winograd, "lowered"),
-        Pass("word_products", word_products, "lowered", rounds=True),
-        Pass("inner_products", inner_products, "lowered"),
-        Pass("schedule", schedule_cpu, "lowered"),
-        _pure("pack_constants", pack_constants, "lowered"),
+        _step(
+            "winograd", winograd, "lowered", "makes loops to be scheduled", after=("fuse_programs",),
+            before=("schedule",),
+        ),
+        _step(
+            "word_products", word_products, "lowered", "makes loops to be scheduled; is faster than inner_products",
+            before=("inner_products", "schedule"), rounds=True,
+        ),
+        _step(
+            "inner_products", inner_products, "lowered", "makes loops to be scheduled of products that are left",
+            before=("schedule",),
+        ),
+        _step(
+            "schedule", schedule_cpu, "lowered", "tiles need whole loops, and say how weights are to lie",
+            before=("pack_constants", "lower_dps"),
+        ),
+        _step(
+            "pack_constants", pack_constants, "lowered", "lays weights as schedules want them", after=("schedule",),
+            before=("lower_dps",),
+        ),
         # E
-        _pure("lower_dps", lower_dps, "dps"),
-        _pure("eliminate_dead_again", eliminate_dead, "dps"),
-        Pass("lift_workspaces", lift_workspaces, "dps"),
-        Pass("join_parts", join_parts, "dps"),
-        Pass("reuse_operands", reuse_operands, "dps"),
-        Pass("plan_memory", plan_memory, "dps"),
-        _pure("lower_shapes", lower_shapes, "vm"),
-    )
+        _step("lower_dps", lower_dps, "dps", "memory is planned of explicit outputs", before=("plan_memory",)),
+        _step("eliminate_dead_again", eliminate_dead, "dps", "unused outputs are not planned", after=("lower_dps",)),
+        _step(
+            "lift_workspaces", lift_workspaces, "dps", "workspaces share the arena", after=("lower_dps",),
+            before=("plan_memory",),
+        ),
+        _step(
+            "join_parts", join_parts, "dps", "parts of a concatenation get memory inside of it", after=("lower_dps",),
+            before=("plan_memory",),
+        ),
+        _step(
+            "reuse_operands", reuse_operands, "dps", "a result in place needs no memory", after=("join_parts",),
+            before=("plan_memory",),
+        ),
+        _step("plan_memory", plan_memory, "dps", "offsets are still expressions of symbols", before=("lower_shapes",)),
+        _step("lower_shapes", lower_shapes, "vm", "the last: no symbol is left after it", after=("plan_memory",)),
+    )  # fmt: skip
 
 
 PASSES: dict[str, Pass] = {step.name: step for step in default_pipeline()}

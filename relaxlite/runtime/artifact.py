@@ -68,13 +68,13 @@ CHECK_LIMIT = 64 << 20
 DECODE_LIMIT = 64 << 10  # of bytecode: less is decoded, and found valid, in some 10 ms
 SAMPLE_STRIDE = 4 << 20
 
-_MOST = (1 << 32) - 1  # a checksum
+_MAX = (1 << 32) - 1  # a checksum
 _HEADER = struct.Struct("<8sI20sQQI")  # magic, format, producer, file size, manifest's size, manifest's crc32
 _CRC = struct.Struct("<I")  # of the header, right behind it
 _HEADER_SIZE = 64
 _ALIGNMENT = 64
 _PAGE = 4096
-_MOST_OF_NAME = 230  # bytes of the 255 that systems allow: the temporary file adds 14
+_MAX_OF_NAME = 230  # bytes of the 255 that systems allow: the temporary file adds 14
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError)  # of reading bad data
 _CODE_SECTIONS = ("the bytecode", "the object code", "the host functions", "the runtime's own code")
 
@@ -87,7 +87,7 @@ def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
     if os.path.exists(target) and not os.path.isfile(target):
         raise ArtifactError(f"cannot save to {target}: it is a device or a pipe, no file that could be replaced")
     validate(data)
-    name = target.name.encode("utf-8", "surrogateescape")[:_MOST_OF_NAME].decode("utf-8", "ignore")
+    name = target.name.encode("utf-8", "surrogateescape")[:_MAX_OF_NAME].decode("utf-8", "ignore")
     temporary = target.with_name(f".{name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb", buffering=HUGE_PAGE) as file:
@@ -139,7 +139,7 @@ def _write(data: ExecutableData, file: BinaryIO) -> None:
         sections = [(*place, *sums) for place, sums in zip(places, checksums, strict=True)]
         return _to_json({**facts, "sections": sections})
 
-    room = len(manifest([(_MOST, _MOST)] * len(blobs)))
+    room = len(manifest([(_MAX, _MAX)] * len(blobs)))
     payload, checksums = _align(_HEADER_SIZE + room, _PAGE), []
     for (offset, _), blob in zip(places, blobs, strict=True):
         content = blob if isinstance(blob, bytes) else _bytes_of(blob)
@@ -331,13 +331,13 @@ def _entry_to_json(name: str, entry: Entry) -> list[Any]:
 def _entries_from_json(items: list[Any], code: bytes) -> dict[str, Entry]:
     """By name, ENTRY among them."""
     objects = _split(code, [size for _, _, size, _, _ in items])
-    found = {}
+    result = {}
     for (name, given, _, heap_slots, reason), host_code in zip(items, objects, strict=True):
         signature = Signature(
             _specs_from_json(given["inputs"]), _specs_from_json(given["outputs"]), tuple(given["donated"])
         )
-        found[str(name)] = Entry(signature, HostCode(host_code, heap_slots, reason))
-    return found
+        result[str(name)] = Entry(signature, HostCode(host_code, heap_slots, reason))
+    return result
 
 
 def _split(code: bytes, sizes: list[int]) -> tuple[bytes, ...]:
@@ -403,10 +403,10 @@ class StoredFunctions(Mapping[str, VMFunction]):
     def decode(self) -> Mapping[str, VMFunction]:
         if self._functions is None:
             try:
-                made = [_function_from_json(item) for item in json.loads(self._encoded)]
+                result = [_function_from_json(item) for item in json.loads(self._encoded)]
             except _MALFORMED as error:
                 raise ArtifactError(f"its bytecode is malformed ({type(error).__name__}: {error})") from error
-            functions = {function.name: function for function in made}
+            functions = {function.name: function for function in result}
             validate_functions(functions, self._around)
             self._functions = functions
         return self._functions

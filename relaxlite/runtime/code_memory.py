@@ -24,12 +24,12 @@ class CodeMemory:
 
     def __init__(self, nbytes: int) -> None:
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        found = _libc().mmap(None, size, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-        if found in (None, _FAILED):
+        result = _libc().mmap(None, size, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        if result in (None, _FAILED):
             raise OutOfMemoryError(f"the system has no {size} bytes of memory for machine code: {_last_error()}")
-        self.address: int = found
-        self.bytes = memoryview((ctypes.c_ubyte * size).from_address(found)).cast("B")
-        self.free = weakref.finalize(self, _libc().munmap, found, size)
+        self.address: int = result
+        self.bytes = memoryview((ctypes.c_ubyte * size).from_address(result)).cast("B")
+        self.free = weakref.finalize(self, _libc().munmap, result, size)
         self.free.atexit = False
 
     def protect(self, start: int, nbytes: int, access: int) -> None:

@@ -121,7 +121,7 @@ def check(target: TargetInfo) -> None:
     wanted = target.triple.partition("-")[0].lower()
     if _ARCHITECTURES.get(wanted, wanted) != host:
         raise ArtifactError(f"it was compiled for {wanted or 'an unknown processor'}, and this machine is {host}")
-    system = next((found for part, found in _SYSTEMS.items() if part in target.triple.lower()), None)
+    system = next((result for part, result in _SYSTEMS.items() if part in target.triple.lower()), None)
     here = _SYSTEMS.get(sys.platform)
     if None not in (system, here) and system != here:
         raise ArtifactError(f"it was compiled for {system}, and this machine runs {here}")
@@ -196,18 +196,18 @@ def features_of(ask: Callable[[int, int], Registers], xcr0: Callable[[], int]) -
         return ask(leaf, subleaf) if is_there else _NOTHING
 
     saved = xcr0() if registers(1, 0)[_ECX] >> _XSAVE_IS_ON & 1 else 0
-    found: dict[str, bool] = {}
+    result: dict[str, bool] = {}
     for leaf, subleaf, register, bits in _BITS:
         word = registers(leaf, subleaf)[register]
         for name, bit in bits.items():
             needed = _SAVED.get(name, 0)
-            found[name] = found.get(name, False) or (bool(word >> bit & 1) and saved & needed == needed)
-    found["widekl"] &= found["kl"]
+            result[name] = result.get(name, False) or (bool(word >> bit & 1) and saved & needed == needed)
+    result["widekl"] &= result["kl"]
     has_avx10 = registers(7, 1)[_EDX] >> _AVX10 & 1 and saved & _AVX512 == _AVX512
     version = registers(0x24, 0)[_EBX] & 0xFF if has_avx10 else 0
     for number in (1, 2):  # with LLVM 20's names, as registers of 512 bits are always there
-        found |= dict.fromkeys((f"avx10.{number}", f"avx10.{number}-256", f"avx10.{number}-512"), version >= number)
-    return found
+        result |= dict.fromkeys((f"avx10.{number}", f"avx10.{number}-256", f"avx10.{number}-512"), version >= number)
+    return result
 
 
 @cache

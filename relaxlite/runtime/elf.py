@@ -119,8 +119,8 @@ def _read(data: bytes) -> ElfObject:
             if [section.link] != tables:
                 raise _corrupted(f"relocations refer to symbol table {section.link}, it has {tables}")
             target = _section(sections, section.info)
-            found = relocations.setdefault(section.info, [])
-            found += _read_relocations(data, section, target, len(symbols))
+            result = relocations.setdefault(section.info, [])
+            result += _read_relocations(data, section, target, len(symbols))
     return ElfObject(data, machine, sections, symbols, relocations)
 
 
@@ -142,13 +142,13 @@ def _read_symbols(data: bytes, sections: Sequence[Section], table: Section) -> t
 
 
 def _read_relocations(data: bytes, section: Section, target: Section, num_symbols: int) -> list[Relocation]:
-    found = []
+    result = []
     for fields in _RELOCATION.iter_unpack(_content(data, section)):
         relocation = Relocation._make(fields)
         if relocation.symbol >= num_symbols or relocation.offset >= target.size:
             raise _corrupted(f"{relocation}, of {num_symbols} symbols, is in a section of {target.size} bytes")
-        found.append(relocation)
-    return found
+        result.append(relocation)
+    return result
 
 
 def _content(data: bytes, section: Section) -> memoryview:

@@ -1,6 +1,6 @@
 """What the compiler hands to the runtime: bytecode, kernels, weights and the signature, as plain data.
 
-docs/architecture.md ("Bytecode") is the specification of the instructions. Nothing here runs anything: `vm.py` does,
+docs/runtime-abi.md ("Bytecode") is the specification of the instructions. Nothing here runs anything: `vm.py` does,
 and `artifact.py` stores it in a file. `validate` refuses bytecode that names anything that is not there.
 """
 

@@ -48,11 +48,11 @@ class JitCode:
             raise ArtifactError(f"symbol {symbol!r} asked of a library that is closed")
         if symbol not in self._addresses:
             try:
-                found = self._jit.lookup(self._name, symbol)
+                result = self._jit.lookup(self._name, symbol)
             except RuntimeError as error:
                 raise ArtifactError(f"no function {symbol!r} can be had from the object code: {error}") from error
-            self._addresses[symbol] = int(found[symbol])
-            found.detach()  # closing it would unload the library
+            self._addresses[symbol] = int(result[symbol])
+            result.detach()  # closing it would unload the library
         return self._addresses[symbol]
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ _Block: TypeAlias = tuple[int, int, int, int]  # sequence, first row, rows, posi
 FIRST_PAGES = 8  # of a pool when the first token comes
 ENOUGH_TASKS = 4  # of each thread, to share them out evenly
 PAGES_OF_PART = 2  # at least: those of one page are slower than of two, which cost a row next to nothing, many 2 to 5 %
-MOST_THREADS = 256  # bounds the parts of a step (frontend/llm/step.py)
+MAX_THREADS = 256  # bounds the parts of a step (frontend/llm/step.py)
 DTYPES = ("float32", "float16", "int8")
 
 # No memory that a forked process would share
@@ -216,36 +216,36 @@ class KVCache:
         length = source.length if length is None else length
         if not isinstance(length, Integral) or not 0 <= length <= source.length:
             raise InvalidArgumentError(f"sequence {sequence} has {source.length} tokens, not {length} to fork")
-        made = self.new()
+        result = self.new()
         if self._states is not None:
             length = self._states.fitting(sequence, int(length))
-        fork = self._sequences[made]
+        fork = self._sequences[result]
         for page in source.pages[: self._pages_of(length)]:
             self._references[page] += 1
             fork.append(page)
         if self._states is not None:
-            self._states.fork(sequence, made, length)
+            self._states.fork(sequence, result, length)
         fork.length = int(length)
-        return made
+        return result
 
     def drop(self, sequence: int, count: int) -> None:
         """Forget the last `count` tokens, of a model with states those more that no state stands for; pages that are
         not needed any more are given back."""
-        found = self._of(sequence)
-        if not isinstance(count, Integral) or not 0 <= count <= found.length:
-            raise InvalidArgumentError(f"sequence {sequence} has {found.length} tokens, not {count} to drop")
-        found.length -= int(count)
+        result = self._of(sequence)
+        if not isinstance(count, Integral) or not 0 <= count <= result.length:
+            raise InvalidArgumentError(f"sequence {sequence} has {result.length} tokens, not {count} to drop")
+        result.length -= int(count)
         if self._states is not None:
-            self._states.drop(sequence, found.length)
-            found.length = self._states.length(sequence)
-        self._trim(found)
+            self._states.drop(sequence, result.length)
+            result.length = self._states.length(sequence)
+        self._trim(result)
 
     def remove(self, sequence: int) -> None:
-        found = self._of(sequence)
+        result = self._of(sequence)
         if self._states is not None:
             self._states.remove(sequence)
-        found.length = 0
-        self._trim(found)
+        result.length = 0
+        self._trim(result)
         del self._sequences[sequence]
 
     # steps
@@ -257,20 +257,20 @@ class KVCache:
         wanted, pages = 0, []
         shared: dict[int, int] = {}
         for sequence, count in batch:
-            found = self._of(sequence)
-            pages.append((found, self._pages_of(found.length + count) - len(found.pages)))
+            result = self._of(sequence)
+            pages.append((result, self._pages_of(result.length + count) - len(result.pages)))
             wanted += max(pages[-1][1], 0)
-            if (page := self._shared_page(found)) is not None and count:
+            if (page := self._shared_page(result)) is not None and count:
                 shared[page] = shared.get(page, 0) + 1
         # of all that share a page, the last to write need not copy it
         wanted += sum(min(count, self._references[page] - 1) for page, count in shared.items())
         if wanted > len(self._free):
             self._make_room(wanted)
-        for (_, count), (found, more) in zip(batch, pages, strict=True):
+        for (_, count), (result, more) in zip(batch, pages, strict=True):
             if count:
-                self._own_last_page(found)
+                self._own_last_page(result)
             for _ in range(more):
-                found.append(self._take())
+                result.append(self._take())
         if self._states is not None:
             for sequence, count in batch:
                 if count:
@@ -279,12 +279,12 @@ class KVCache:
     def next_token(self, sequence: int, token: int) -> NextToken | None:
         """What `reserve` and `describe` make of one more token, in few operations, up to the next call; None where it
         takes a page. The sequence is as it was."""
-        found, size, states = self._sequences.get(sequence), self.layout.page, None
-        if found is None or not found.length % size or self._wanted_pages:
+        result, size, states = self._sequences.get(sequence), self.layout.page, None
+        if result is None or not result.length % size or self._wanted_pages:
             return None
-        position = found.length
+        position = result.length
         number = position // size
-        page = found.pages[number]
+        page = result.pages[number]
         if self._references[page] > 1:
             return None
         step, blocks = self._next_token, None
@@ -295,7 +295,7 @@ class KVCache:
                 return None
             self._states.reserve(sequence)
             states = self._states.span(sequence, True)
-        table = found.table[: number + 1].reshape(1, -1)
+        table = result.table[: number + 1].reshape(1, -1)
         step.become(token, position, page * size + position % size, table, blocks, states)
         return step
 
@@ -310,13 +310,13 @@ class KVCache:
         widest = max(self._pages_of(self.length(s) + first + count) for s, first, count in parts)
         table = np.zeros((len(parts), widest), np.int32)
         for k, (sequence, first, count) in enumerate(parts):
-            found = self._sequences[sequence]
-            start = found.length + first
+            result = self._sequences[sequence]
+            start = result.length + first
             at = np.arange(start, start + count)
             used = self._pages_of(start + count)
-            table[k, :used] = found.table[:used]
+            table[k, :used] = result.table[:used]
             positions.append(at)
-            slots.append(found.table[at // page].astype(np.int64) * page + at % page)
+            slots.append(result.table[at // page].astype(np.int64) * page + at % page)
             blocks += self._within_pages(k, row, start, count)
             row += count
         inputs = StepInputs(np.concatenate(positions), np.concatenate(slots), table, np.array(self._parted(blocks)))
@@ -332,58 +332,58 @@ class KVCache:
 
     def _within_pages(self, sequence: int, row: int, start: int, count: int) -> list[_Block]:
         """Blocks that end where pages do, as the rows of each block see the same pages, and are equally high there."""
-        found, t = [], 0
+        result, t = [], 0
         while t < count:
             here = min(count - t, self.layout.page - (start + t) % self.layout.page)
             number = -(-here // self.layout.block)
             for k in range(number):
                 first, end = t + k * here // number, t + (k + 1) * here // number
-                found.append((sequence, row + first, end - first, start + first))
+                result.append((sequence, row + first, end - first, start + first))
             t += here
-        return found
+        return result
 
     def _usual_parts(self) -> int:
         """In how many parts a row with a long context comes, that all threads may have equal work."""
-        threads, tasks = min(threadpool.num_threads(), MOST_THREADS), self.layout.kv_heads
+        threads, tasks = min(threadpool.num_threads(), MAX_THREADS), self.layout.kv_heads
         return next(n for n in range(1, threads + 1) if tasks * n % threads == 0 or tasks * n >= ENOUGH_TASKS * threads)
 
     def _parted(self, blocks: list[_Block]) -> list[tuple[int, ...]]:
         """The blocks with part and parts. How a context is parted decides how sums are rounded. Chunks, guesses and
         other sequences are not to change a reply, so it follows from the position of each row alone, unless that makes
         more parts than a step has room for."""
-        usual = min(self._usual_parts(), 1 + ENOUGH_TASKS * MOST_THREADS // max(len(blocks), 1))
-        found: list[tuple[int, ...]] = []
+        usual = min(self._usual_parts(), 1 + ENOUGH_TASKS * MAX_THREADS // max(len(blocks), 1))
+        result: list[tuple[int, ...]] = []
         for block in blocks:
             parts = max(1, min(usual, (block[3] // self.layout.page + 1) // PAGES_OF_PART))
-            found += [(*block, part, parts) for part in range(parts)]
-        return found
+            result += [(*block, part, parts) for part in range(parts)]
+        return result
 
     def commit(self, batch: Sequence[tuple[int, int]]) -> None:
         """The reserved tokens are written: the sequences are that much longer."""
         for sequence, count in batch:
-            found = self._sequences[sequence]
+            result = self._sequences[sequence]
             if self._states is not None and count:
-                self._states.commit(sequence, found.length + count, count)
-            found.length += count
+                self._states.commit(sequence, result.length + count, count)
+            result.length += count
 
     def cancel(self, batch: Sequence[tuple[int, int]]) -> None:
         """Give back what was reserved, or as much as an interrupted `reserve` has got."""
         for sequence, _ in batch:
-            if (found := self._sequences.get(sequence)) is not None:
-                self._trim(found)
-                found.table[: len(found.pages)] = found.pages
+            if (result := self._sequences.get(sequence)) is not None:
+                self._trim(result)
+                result.table[: len(result.pages)] = result.pages
             if self._states is not None:
                 self._states.cancel(sequence)
 
     # pages
 
     def _of(self, sequence: int) -> _Sequence:
-        found = self._sequences.get(sequence)
-        if found is None:
+        result = self._sequences.get(sequence)
+        if result is None:
             raise InvalidArgumentError(f"there is no sequence {sequence}")
         if self._states is not None:  # an interruption may have come between the two
-            found.length = self._states.length(sequence)
-        return found
+            result.length = self._states.length(sequence)
+        return result
 
     def _pages_of(self, length: int) -> int:
         return -(-length // self.layout.page)
@@ -399,11 +399,11 @@ class KVCache:
         page = self._shared_page(sequence)
         if page is None:
             return
-        made, at = self._take(), sequence.length // self.layout.page
+        result, at = self._take(), sequence.length // self.layout.page
         for pool in self._pools:
-            pool[:, made] = pool[:, page]
-        sequence.pages[at] = made
-        sequence.table[at] = made
+            pool[:, result] = pool[:, page]
+        sequence.pages[at] = result
+        sequence.table[at] = result
         self._references[page] -= 1
 
     def _take(self) -> int:
@@ -457,9 +457,9 @@ class KVCache:
         try:
             for k, pool in enumerate(self._pools):
                 if pool.shape[1] != pages:
-                    made = self._pool(k, pages)
-                    made[:, :old] = pool[:, :old]
-                    self._pools[k] = made
+                    result = self._pool(k, pages)
+                    result[:, :old] = pool[:, :old]
+                    self._pools[k] = result
         except (MemoryError, OSError) as error:
             self._pools = [pool if pool.shape[1] == old else pool[:, :old].copy() for pool in self._pools]
             self._wanted_pages = 0

@@ -192,10 +192,10 @@ def _open_openblas() -> ctypes.CDLL:
 
 
 def _shared_library(files: Iterable[str]) -> str:
-    found = [name for name in files if re.fullmatch(r"libscipy_openblas.*\.(so|dylib|dll)", name)]
-    if not found:
+    names = [name for name in files if re.fullmatch(r"libscipy_openblas.*\.(so|dylib|dll)", name)]
+    if not names:
         raise OSError("its folder holds no shared library")
-    return found[0]
+    return names[0]
 
 
 def take_failure() -> BaseException | None:

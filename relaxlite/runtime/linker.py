@@ -21,7 +21,7 @@ from relaxlite.runtime import elf
 from relaxlite.runtime.code_memory import EXECUTABLE, READ_ONLY, CodeMemory
 from relaxlite.runtime.elf import ElfObject, Relocation, Section, Symbol
 
-_MOST_BYTES = 1 << 30  # half of what an instruction reaches
+_MAX_BYTES = 1 << 30  # half of what an instruction reaches
 _STUB = struct.Struct("<2sixx")  # jmp qword ptr [rip + offset]
 _STUB_LENGTH = 6
 _WORD = struct.Struct("<Q")
@@ -114,7 +114,7 @@ class _Linker:
 
     def _lay_out(self) -> None:
         """Give each section, the stubs and the GOT their places, as offsets from the start of the memory."""
-        kinds = [r.kind for item in self._objects for found in item.relocations.values() for r in found]
+        kinds = [r.kind for item in self._objects for result in item.relocations.values() for r in result]
         num_stubs = kinds.count(_PLT32)
         num_entries = num_stubs + sum(kind in _USES_GOT for kind in kinds)
         self._offsets = [{} for _ in self._objects]
@@ -133,8 +133,8 @@ class _Linker:
                 self._got_start = _aligned(end, _WORD.size)
                 end = self._got_start + _WORD.size * num_entries
             self._ends[part] = end = _aligned(end, mmap.PAGESIZE)
-        if end > _MOST_BYTES:
-            raise ArtifactError(f"the object code needs {end} bytes of memory, more than the {_MOST_BYTES} that it may")
+        if end > _MAX_BYTES:
+            raise ArtifactError(f"the object code needs {end} bytes of memory, more than the {_MAX_BYTES} that it may")
 
     def _address(self, number: int, symbol: Symbol) -> int | None:
         """None: it lies in a section that is not loaded."""
@@ -192,13 +192,13 @@ class _Linker:
 
     def _functions(self) -> dict[str, int]:
         """Addresses of the global symbols that are code."""
-        found = {}
+        result = {}
         for name, (number, symbol) in self._global.items():
             address = self._address(number, symbol)
             sections = self._objects[number].sections
             if symbol.section != elf.ABSOLUTE and address is not None and sections[symbol.section].flags & elf.EXECUTE:
-                found[name] = address
-        return found
+                result[name] = address
+        return result
 
 
 # What is written for a symbol at `s`, with an addend, to a place `p`. The names are the specification's.

@@ -30,11 +30,11 @@ class MappedFile(mmap.mmap):
     def of(cls, file: BinaryIO) -> MappedFile:
         """Raises OSError, and ValueError for an empty file. Of files of more than half of the memory only those pages
         are read that somebody wants, which are small."""
-        made = cls(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_HUGEPAGE") and len(made) <= MEMORY_LIMIT // 2:
+        result = cls(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if hasattr(mmap, "MADV_HUGEPAGE") and len(result) <= MEMORY_LIMIT // 2:
             with contextlib.suppress(OSError):  # a kernel without them
-                made.madvise(mmap.MADV_HUGEPAGE)
-        return made
+                result.madvise(mmap.MADV_HUGEPAGE)
+        return result
 
     def is_in_huge_pages(self) -> bool:
         """Whether nearly all of it is. Reads what is not in memory yet from the disk."""
@@ -51,5 +51,5 @@ class MappedFile(mmap.mmap):
 
 def huge_bytes(regions: str, start: int) -> int:
     """Of the region of memory that begins at `start`, those of a file that huge pages map (proc_pid_smaps(5))."""
-    found = re.search(rf"^0*{start:x}-.*\n(?:[A-Z].*\n)*?FilePmdMapped: *(\d+) kB", regions, re.MULTILINE)
-    return 1024 * int(found[1]) if found is not None else 0
+    match = re.search(rf"^0*{start:x}-.*\n(?:[A-Z].*\n)*?FilePmdMapped: *(\d+) kB", regions, re.MULTILINE)
+    return 1024 * int(match[1]) if match is not None else 0

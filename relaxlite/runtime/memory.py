@@ -65,13 +65,13 @@ def group_limits(root: str = "/") -> list[int]:
         text = Path(root, "proc/self/cgroup").read_text(errors="surrogateescape")
     except OSError:
         text = ""
-    found = [file.format(".") for file in files.values()]  # a container may see its own group as the root
+    result = [file.format(".") for file in files.values()]  # a container may see its own group as the root
     for controllers, path in re.findall(r"^\d+:([^:\n]*):/(.*)$", text, re.MULTILINE):
         group = PurePosixPath(path)
         for controller in files.keys() & controllers.split(","):
-            found += [files[controller].format(item) for item in (group, *group.parents)]
+            result += [files[controller].format(item) for item in (group, *group.parents)]
     limits = []
-    for file in found:
+    for file in result:
         with contextlib.suppress(OSError, ValueError):  # no such group here, or "max"
             limits.append(int(Path(root, file).read_text()))
     return limits
@@ -145,11 +145,11 @@ class ArenaPool:
     def _find(self, nbytes: int) -> Memory | None:
         with self._lock:
             fitting = [memory for memory in self._free if memory.nbytes >= nbytes]
-            found = min(fitting, key=_size) if fitting else None
-            dropped = found or max(self._free, key=_size, default=None)
+            result = min(fitting, key=_size) if fitting else None
+            dropped = result or max(self._free, key=_size, default=None)
             if dropped is not None:
                 self._free.remove(dropped)
-            return found
+            return result
 
     def give(self, arenas: Sequence[Memory]) -> None:
         with self._lock:

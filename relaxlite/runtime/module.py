@@ -78,9 +78,9 @@ class Executable:
         """
         if name not in self.data.entries:
             raise InvalidArgumentError(f"the model has no function {name!r}; it has {', '.join(self.data.entries)}")
-        found = copy.copy(self)
-        found._become(name)
-        return found
+        result = copy.copy(self)
+        result._become(name)
+        return result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on arrays, in its order or by name: one array, or a tuple of them in the model's order.

@@ -86,12 +86,12 @@ def _imports() -> dict[str, int]:
 def _library_functions() -> dict[str, int]:
     """The C library's mathematical functions, as double and as float; those that it lacks are left out."""
     libraries = _libraries()
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for name in (*_LIBM, *(f"{name}f" for name in _LIBM), *_MEMORY):
         function = next((getattr(library, name) for library in libraries if hasattr(library, name)), None)
         if function is not None:
-            found[name] = _address_of(function)
-    return found
+            result[name] = _address_of(function)
+    return result
 
 
 def _libraries() -> list[Any]:

@@ -121,10 +121,10 @@ def from_json(data: Any) -> MachineLimits:
 
 
 def _by_threads(data: Mapping[str, float]) -> dict[int, float]:
-    found = {int(threads): float(figure) for threads, figure in data.items()}
-    if not found or min(found) < 1 or not all(0 < figure < 1e9 for figure in found.values()):
-        raise ValueError(f"figures by thread count should be positive, got {found}")
-    return found
+    result = {int(threads): float(figure) for threads, figure in data.items()}
+    if not result or min(result) < 1 or not all(0 < figure < 1e9 for figure in result.values()):
+        raise ValueError(f"figures by thread count should be positive, got {result}")
+    return result
 
 
 # ---- the file that keeps them
@@ -159,9 +159,9 @@ def save_limits(limits: MachineLimits) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            return found
+        result = json.loads(path.read_text())
+        if isinstance(result, dict):
+            return result
     return {}
 
 

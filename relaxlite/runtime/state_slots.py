@@ -94,46 +94,46 @@ class StateSlots:
 
     def reserve(self, sequence: int) -> None:
         """A slot for the state behind the next step: that of the state before the last one, if nobody else has it."""
-        found = self._of(sequence)
+        result = self._of(sequence)
         if self._grows:  # a growth was interrupted
             self._shrink()
-        if found.next is not None:
+        if result.next is not None:
             return
-        before = found.states[-2] if len(found.states) > 1 else None
+        before = result.states[-2] if len(result.states) > 1 else None
         if before is not None and not before.is_prompt and self._references[before.slot] == 1:
-            del found.states[-2]
-            found.next = before.slot
+            del result.states[-2]
+            result.next = before.slot
             return
         if not self._free:
             self._grow()
         slot = self._free.pop()
         self._references[slot] = 1
-        found.next = slot
+        result.next = slot
 
     def span(self, sequence: int, is_first: bool) -> tuple[int, int]:
         """The slots that a step of a reservation reads and writes; `is_first`: no other one was before it."""
-        found = self._of(sequence)
-        assert found.next is not None
+        result = self._of(sequence)
+        assert result.next is not None
         if not is_first:
-            return found.next, found.next
-        return found.states[-1].slot if found.states else NONE, found.next
+            return result.next, result.next
+        return result.states[-1].slot if result.states else NONE, result.next
 
     def commit(self, sequence: int, length: int, count: int) -> None:
         """The sequence has `length` tokens now, `count` more than before."""
-        found = self._of(sequence)
-        slot, found.next = found.next, None
+        result = self._of(sequence)
+        slot, result.next = result.next, None
         assert slot is not None
-        found.states.append(State(length, slot, count >= PROMPT))
-        last = max((k for k, state in enumerate(found.states) if state.is_prompt), default=-1)
-        for k in reversed(range(len(found.states) - 2)):
+        result.states.append(State(length, slot, count >= PROMPT))
+        last = max((k for k, state in enumerate(result.states) if state.is_prompt), default=-1)
+        for k in reversed(range(len(result.states) - 2)):
             if k != last:
-                self._release(found.states.pop(k).slot)
+                self._release(result.states.pop(k).slot)
 
     def cancel(self, sequence: int) -> None:
         """Give back what was reserved."""
-        found = self._of(sequence)
-        if found.next is not None:
-            slot, found.next = found.next, None
+        result = self._of(sequence)
+        if result.next is not None:
+            slot, result.next = result.next, None
             self._release(slot)
 
     def count_again(self) -> None:
@@ -163,9 +163,9 @@ class StateSlots:
         self._grows = True
         try:
             for k, pool in enumerate(self.pools):
-                made = self._make(k, wanted)
-                made[:, :old] = pool
-                self.pools[k] = made
+                result = self._make(k, wanted)
+                result[:, :old] = pool
+                self.pools[k] = result
         except (MemoryError, OSError) as error:
             self._shrink()
             raise CacheFullError(f"there is no memory for {wanted} states of sequences") from error

@@ -50,11 +50,11 @@ def link(code: SupportCode, imports: Mapping[str, int]) -> dict[str, int]:
     ArtifactError when the object code that an executable has brought is damaged; the next one does without it.
     """
     with _lock:
-        found = _offered.get(code.key)
-    if found is None:
+        result = _offered.get(code.key)
+    if result is None:
         return jit.link_text(code.ir, imports=imports, exports=code.exports, name=f"relaxlite_{code.name}")
     try:
-        linked = linker.link([elf.read_object(found)], imports)
+        linked = linker.link([elf.read_object(result)], imports)
         addresses = {name: linked.address(name) for name in code.exports}
     except ArtifactError as error:
         with _lock:

@@ -193,9 +193,9 @@ def new_tensor(shape: tuple[int, ...], dtype: str, what: str, *, poison: bool = 
 
 
 def copy(source: Tensor) -> Tensor:
-    made = new_tensor(source.shape, source.dtype, "a copy")
-    ctypes.memmove(made.ptr, source.ptr, tensor_bytes(source.shape, source.dtype, "a copy"))
-    return made
+    result = new_tensor(source.shape, source.dtype, "a copy")
+    ctypes.memmove(result.ptr, source.ptr, tensor_bytes(source.shape, source.dtype, "a copy"))
+    return result
 
 
 def export_array(tensor: Tensor, given: set[int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The interpreter of bytecode (docs/architecture.md, "Bytecode").
+"""The interpreter of bytecode (docs/runtime-abi.md, "Bytecode").
 
 At load every instruction becomes a Python closure over its decoded operands, and every function a list of basic blocks.
 A call runs closures over a list of registers. The constants that a function uses lie behind its registers, so that
@@ -147,13 +147,13 @@ class VirtualMachine:
             _name_place(error, decoded, block, step)
             raise
         except (AttributeError, TypeError, ValueError, IndexError, struct.error) as error:
-            made = ExecutionError(f"{_place(decoded, block, step)}: a value of the wrong kind ({error})")
-            _name_place(made, decoded, block, step)
-            raise made from error
+            execution_error = ExecutionError(f"{_place(decoded, block, step)}: a value of the wrong kind ({error})")
+            _name_place(execution_error, decoded, block, step)
+            raise execution_error from error
         except MemoryError as error:
-            made = OutOfMemoryError(f"{_place(decoded, block, step)}: the system has no memory left")
-            _name_place(made, decoded, block, step)
-            raise made from error
+            execution_error = OutOfMemoryError(f"{_place(decoded, block, step)}: the system has no memory left")
+            _name_place(execution_error, decoded, block, step)
+            raise execution_error from error
         except RecursionError as error:
             raise ExecutionError(f"function '{name}' calls itself too deeply") from error
         finally:
@@ -479,7 +479,7 @@ def _imm(operand: Operand) -> Any:
 
 
 def _shape_getter(dims: tuple[int, ...]) -> Callable[[Any], tuple[int, ...]]:
-    """From the heap's values to a shape; see "dim" in docs/architecture.md."""
+    """From the heap's values to a shape; see "dim" in docs/runtime-abi.md."""
     if all(dim >= 0 for dim in dims):
         return lambda values: dims
     return lambda values: tuple([dim if dim >= 0 else values[~dim] for dim in dims])

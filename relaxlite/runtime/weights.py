@@ -29,7 +29,7 @@ from relaxlite.runtime.threadpool import default_num_threads
 _PIECE = 4 << 20  # bytes of a mapped file that are copied, and then given back
 _SHARED_FROM = 64 << 20  # bytes that several threads copy, or one while the model runs
 _STAYS_FROM = 16 << 20  # bytes of weights that are not gathered where they lie well
-_MOST_COPIERS = 4
+_MAX_COPIERS = 4
 _NICE = 10  # of the thread that copies while the model runs: a tenth of the share of those that run it
 
 
@@ -70,14 +70,14 @@ def _placed(arrays: Sequence[np.ndarray], *, may_wait: bool) -> tuple[tuple[np.n
     waiting = [k for k in moved if may_wait and _lies_in(arrays[k], large)]
     if not _SHARED_FROM <= _size_of([arrays[k] for k in waiting]) <= MEMORY_LIMIT // 4 or sys.platform != "linux":
         waiting = []
-    found, now = list(arrays), sorted({*moved} - {*waiting})
+    result, now = list(arrays), sorted({*moved} - {*waiting})
     is_worth_it = sys.platform == "linux" and HUGE_FROM <= _size_of([arrays[k] for k in now]) <= MEMORY_LIMIT // 4
     place = _side_by_side if is_worth_it else aligned
     for k, array in zip(now, place([arrays[k] for k in now]), strict=True):
-        found[k] = array
+        result[k] = array
     for file in files:
         _give_back(file, 0, min(_place(array, file) for array in arrays if _owner(array) is file))
-    return tuple(found), tuple(waiting)
+    return tuple(result), tuple(waiting)
 
 
 def _size_of(arrays: Sequence[np.ndarray]) -> int:
@@ -117,27 +117,27 @@ def _owner(array: np.ndarray) -> object:
 
 def _side_by_side(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Copies in one block."""
-    made = _rooms(arrays)
+    result = _rooms(arrays)
     if _size_of(arrays) < _SHARED_FROM:
-        list(map(_copy, arrays, made))
+        list(map(_copy, arrays, result))
     else:  # most of the time goes to the system, for pages of the file and of memory, which several threads get faster
-        with ThreadPoolExecutor(min(_MOST_COPIERS, default_num_threads())) as threads:
-            list(threads.map(_copy_run, _runs(arrays, made)))
+        with ThreadPoolExecutor(min(_MAX_COPIERS, default_num_threads())) as threads:
+            list(threads.map(_copy_run, _runs(arrays, result)))
     for file in _mapped_files(arrays):
         _give_back(file, 0, len(file))  # the pages where arrays meet, and what was read before them
-    for copy in made:
+    for copy in result:
         copy.flags.writeable = False
-    return made
+    return result
 
 
 def _rooms(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Room for copies, in one block. Raises OutOfMemoryError."""
     block = allocate(_size_of(arrays), "the weights")
-    start, made = block.ptr - block.base, []
+    start, result = block.ptr - block.base, []
     for array in arrays:
-        made.append(block.raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
+        result.append(block.raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
         start += _aligned(array.nbytes)
-    return made
+    return result
 
 
 def _runs(arrays: Sequence[np.ndarray], copies: Sequence[np.ndarray]) -> list[list[tuple[np.ndarray, np.ndarray]]]:

@@ -12,7 +12,7 @@ from relaxlite.records import dataclass
 from relaxlite.validation.difference import tolerance
 from relaxlite.validation.oracle import Expected, Failed
 
-MOST_UNDETERMINED = 0.5  # more of the elements, and little was compared
+MAX_UNDETERMINED = 0.5  # more of the elements, and little was compared
 
 
 @dataclass(frozen=True, slots=True)

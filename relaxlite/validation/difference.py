@@ -32,8 +32,8 @@ def compare(got: Sequence[Any], expected: Expected) -> Difference | None:
     """The first result that is off by more than rounding allows."""
     if len(got) != len(expected.values):
         return Difference(0, np.inf, f"{len(got)} results instead of {len(expected.values)}")
-    for k, (found, want, spread) in enumerate(zip(got, expected.values, expected.spread, strict=True)):
-        difference = _compare_one(k, np.asarray(found), want, spread)
+    for k, (result, want, spread) in enumerate(zip(got, expected.values, expected.spread, strict=True)):
+        difference = _compare_one(k, np.asarray(result), want, spread)
         if difference is not None:
             return difference
     return None

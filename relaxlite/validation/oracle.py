@@ -78,14 +78,14 @@ def spread_of(
     for change in (*changes, Widen()):
         interpreter = Interpreter(module, externs, around_call=change.call, program_runner=change.run_program)
         try:
-            found = flat(interpreter.run(entry, *map(change.value, args)))
+            result = flat(interpreter.run(entry, *map(change.value, args)))
         except (RelaxliteError, ValueError, IndexError, ArithmeticError) as error:
             return Failed(error, is_check=False)
-        for k, (got, want) in enumerate(zip(found, values, strict=True)):
+        for k, (got, want) in enumerate(zip(result, values, strict=True)):
             if got.shape != want.shape:
                 problem = f"result {k} is of shape {want.shape}, and of {got.shape} if rounded otherwise"
                 return Failed(RelaxliteError(problem), is_check=False)
-        for most, got, want in zip(spread, found, values, strict=True):
+        for most, got, want in zip(spread, result, values, strict=True):
             np.maximum(most, distance(got, want), out=most)
         if is_enough(tuple(spread)):
             break

@@ -158,9 +158,9 @@ class Widen:
     ) -> list[Any]:
         if outputs is not None:  # memory of a dtype
             return run_program(program, inputs, symbols, outputs, name)
-        found = run_program(_widened_program(program), [self._widened(x) for x in inputs], symbols, None, name)
+        result = run_program(_widened_program(program), [self._widened(x) for x in inputs], symbols, None, name)
         types = [TensorType.of(b.shape, b.dtype) for b in program.outputs]
-        return list(map(self._rounded, found, types))
+        return list(map(self._rounded, result, types))
 
     def value(self, value: Any) -> Any:
         return value
@@ -214,12 +214,12 @@ def _adds_counts(terms: Sequence[Any], total: Any) -> bool:
 
 def _magnitude(values: Sequence[Any]) -> float:
     """The largest finite magnitude of the floats, up to 1."""
-    found = 0.0
+    result = 0.0
     for value in values:
         if _float_dtype(value) is not None:
             wide = np.abs(np.asarray(value, np.float64))
-            found = max(found, float(wide[np.isfinite(wide)].max(initial=0.0)))
-    return min(found, 1.0)
+            result = max(result, float(wide[np.isfinite(wide)].max(initial=0.0)))
+    return min(result, 1.0)
 
 
 def _only_moves(args: Sequence[Any], result: Any) -> bool:
@@ -311,8 +311,8 @@ class _WidenProgram(ProgramRewriter):
             return value.args[0]
         if isinstance(value, Intrinsic) and INTRINSICS[value.name].result is not None:  # of just these dtypes
             args = zip(value.args, INTRINSICS[value.name].args, strict=True)
-            made = replace(value, args=tuple(x if x.dtype == dtype else Cast(x, str(dtype)) for x, dtype in args))
-            return Cast(made, "float64") if value.dtype in NARROW else made
+            result = replace(value, args=tuple(x if x.dtype == dtype else Cast(x, str(dtype)) for x, dtype in args))
+            return Cast(result, "float64") if value.dtype in NARROW else result
         if isinstance(value, Literal) and value.dtype in NARROW:
             return Literal(float(dtypes.to_numpy(value.dtype).type(value.value)), "float64")
         if isinstance(value, Cast | IndexValue | Intrinsic) and value.dtype in NARROW:

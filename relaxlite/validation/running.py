@@ -21,15 +21,15 @@ from relaxlite.codegen.llvm import machine_code
 from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, OUT_OF_MEMORY
 from relaxlite.codegen.llvm.module import emit_kernel
 from relaxlite.errors import ExecutionError, OutOfBoundsError, OutOfMemoryError
+from relaxlite.ir.attributes import WRITES_INPUTS
 from relaxlite.ir.program import Allocate, For, IfThenElse, IndexValue, LetIndex, Seq, Stmt, TensorProgram
-from relaxlite.ir.program_verifier import INPLACE
 from relaxlite.ir.program_visitor import stmt_values, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 from relaxlite.runtime.native import NativeLibrary, load_objects
 from relaxlite.target import Target
 
-MOST_STEPS = 20_000  # that the interpreter takes: it needs some microseconds for each, machine code 50 ms once
-MOST_UNOPTIMIZED_STEPS = 100_000_000  # some 0.1 s; LLVM's optimizer and code generator take seconds for large programs
+MAX_STEPS = 20_000  # that the interpreter takes: it needs some microseconds for each, machine code 50 ms once
+MAX_UNOPTIMIZED_STEPS = 100_000_000  # some 0.1 s; LLVM's optimizer and code generator take seconds for large programs
 _SYMBOL = "program"
 _Kernel = Callable[[Any, Any], int]
 
@@ -44,11 +44,11 @@ def run_program(
     """What `interpreter.run_program` does, of the same arguments and with the same errors."""
     values = interpreter.program_symbols(program, inputs, symbols)
     steps = _steps(program.body, values)
-    if steps <= MOST_STEPS:
+    if steps <= MAX_STEPS:
         return interpreter.run_program(program, inputs, values, outputs, name)
-    made = interpreter.program_outputs(program, inputs, values, outputs, name)
-    arrays = [np.require(array, requirements="C") for array in (*inputs, *made)]
-    kernel, checks, _ = _compiled(program, steps > MOST_UNOPTIMIZED_STEPS)
+    result = interpreter.program_outputs(program, inputs, values, outputs, name)
+    arrays = [np.require(array, requirements="C") for array in (*inputs, *result)]
+    kernel, checks, _ = _compiled(program, steps > MAX_UNOPTIMIZED_STEPS)
     pointers = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
     numbers = (ctypes.c_int64 * max(len(program.symbols), 1))(*(values[s] for s in program.symbols))
     status = kernel(pointers, numbers)
@@ -58,10 +58,10 @@ def run_program(
         raise OutOfMemoryError(f"{name}: there is no memory for what it allocates")
     if status:
         raise ExecutionError(checks[status - 1] if status > 0 else f"{name}: a size does not fit into 64 bits")
-    for array, given in zip(arrays[len(inputs) :], made, strict=True):
+    for array, given in zip(arrays[len(inputs) :], result, strict=True):
         if array is not given:
             given[...] = array
-    return list(made)
+    return list(result)
 
 
 @functools.lru_cache(maxsize=512)
@@ -117,7 +117,7 @@ class Remembering:
         outputs: Sequence[Any] | None = None,
         name: str = "program",
     ) -> list[Any]:
-        if outputs is not None or program.attrs.get(INPLACE):
+        if outputs is not None or program.attrs.get(WRITES_INPUTS):
             return run_program(program, inputs, symbols, outputs, name)
         values = interpreter.program_symbols(program, inputs, symbols)
         key = (id(program), *(values[s] for s in program.symbols), *map(_digest, inputs))

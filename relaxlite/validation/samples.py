@@ -19,7 +19,7 @@ Symbols = dict[SymVar, int]
 
 STYLES = ("least", "one", "odd", "larger", "same", "mixed")
 MORE_STYLES = ("aligned", "larger aligned", "long")  # for networks that halve pictures and add halves, or take sound
-MOST_ELEMENTS = 1 << 22  # of one input: what symbols of no bound multiply to stays below
+MAX_ELEMENTS = 1 << 22  # of one input: what symbols of no bound multiply to stays below
 _ALIGNED, _LONG = 32, 2048
 _ODD = (3, 7, 5, 9, 11)
 _LARGER = (17, 19, 33, 16, 21)
@@ -85,7 +85,7 @@ def _fits(ty: Type, values: Symbols) -> bool:
         dims = [evaluate(d, values) for d in (ty.shape or () if isinstance(ty, TensorType) else ())]
     except ZeroDivisionError:
         return False
-    return all(d >= 0 for d in dims) and int(np.prod(dims, dtype=object)) <= MOST_ELEMENTS
+    return all(d >= 0 for d in dims) and int(np.prod(dims, dtype=object)) <= MAX_ELEMENTS
 
 
 def draw_sample(function: Function, values: Symbols, rng: np.random.Generator, integers: int = 10) -> Sample:

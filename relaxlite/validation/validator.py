@@ -26,7 +26,7 @@ from relaxlite.passes.graph.fold_shapes import fold_shapes
 from relaxlite.passes.manager import Pass
 from relaxlite.passes.memory.donate import donated_params
 from relaxlite.records import dataclass
-from relaxlite.validation.coverage import MOST_UNDETERMINED, Coverage, coverage_of
+from relaxlite.validation.coverage import MAX_UNDETERMINED, Coverage, coverage_of
 from relaxlite.validation.difference import Difference, compare
 from relaxlite.validation.oracle import Expected, Externs, Failed, flat, spread_of
 from relaxlite.validation.record import keep
@@ -35,7 +35,7 @@ from relaxlite.validation.samples import MORE_STYLES, STYLES, Sample, Symbols, d
 
 ENTRY = "main"
 MAGNITUDES = (10, 3, 2)  # of random integers
-MOST_SECONDS = 4.0  # of one run of the module: larger sizes are left out, as each pass would take minutes for them
+MAX_SECONDS = 4.0  # of one run of the module: larger sizes are left out, as each pass would take minutes for them
 SURE_RUNS = 24  # more runs of the oracle before a difference is believed
 
 _WAYS_OUT = (
@@ -92,13 +92,13 @@ class Validator:
         if inputs is not None:
             self.cases = [self._case(sample, self._run(module, sample.args)) for sample in _given(entry, main, inputs)]
         else:
-            found = [self._drawn(main, v, k) for k, v in enumerate(symbol_values(main, random.Random(seed), styles))]
-            if styles is STYLES and 2 * sum(_says_something(outcome) for _, outcome, _ in found) <= len(found):
+            result = [self._drawn(main, v, k) for k, v in enumerate(symbol_values(main, random.Random(seed), styles))]
+            if styles is STYLES and 2 * sum(_says_something(outcome) for _, outcome, _ in result) <= len(result):
                 sizes = symbol_values(main, random.Random(seed), MORE_STYLES)
-                found += [self._drawn(main, values, len(found) + k) for k, values in enumerate(sizes)]
-            quickest = min((seconds for _, outcome, seconds in found if _says_something(outcome)), default=0.0)
-            limit = max(MOST_SECONDS, quickest)
-            self.cases = [self._case(sample, outcome) for sample, outcome, seconds in found if seconds <= limit]
+                result += [self._drawn(main, values, len(result) + k) for k, values in enumerate(sizes)]
+            quickest = min((seconds for _, outcome, seconds in result if _says_something(outcome)), default=0.0)
+            limit = max(MAX_SECONDS, quickest)
+            self.cases = [self._case(sample, outcome) for sample, outcome, seconds in result if seconds <= limit]
 
     def doubt(self) -> str | None:
         """Why the check says little, if it does: the module gives nothing to compare, or nothing to compare it with."""
@@ -108,10 +108,10 @@ class Validator:
         subject = "the model" if self.entry == ENTRY else repr(self.entry)
         if coverage.undetermined < coverage.elements:
             share = coverage.share_undetermined
-            if share > MOST_UNDETERMINED:
+            if share > MAX_UNDETERMINED:
                 return f"rounding decides {share:.0%} of what {subject} gives, so {_WAYS_OUT}"
             share = coverage.share_not_finite
-            is_most = share > MOST_UNDETERMINED
+            is_most = share > MAX_UNDETERMINED
             return f"{share:.0%} of what {subject} gives is NaN or infinite, so {_WAYS_OUT}" if is_most else None
         failed = next((case.outcome for case in given or self.cases if isinstance(case.outcome, Failed)), None)
         if failed is None:
@@ -132,18 +132,18 @@ class Validator:
             self._check_rounding(step, before, after)
             return
         for case in self.cases:
-            found = self._run(after, case.sample.args)
-            problem = self._problem(case, case.before, found, before)
+            result = self._run(after, case.sample.args)
+            problem = self._problem(case, case.before, result, before)
             if problem is not None:
                 self._fail(f"pass {step.name}", case.sample, problem, before, after)
-            case.before = found
+            case.before = result
 
     def _check_rounding(self, step: Pass, before: IRModule, after: IRModule) -> None:
         """Numbers may change as the precision allows, but no shape, type or check. From here on the module is what it
         is now."""
         self._earlier_doubt = self.doubt()  # of the passes up to here
-        found = [self._run(after, case.sample.args) for case in self.cases]
-        for case, now in zip(self.cases, found, strict=True):
+        result = [self._run(after, case.sample.args) for case in self.cases]
+        for case, now in zip(self.cases, result, strict=True):
             if isinstance(case.outcome, Expected):
                 anything = tuple(np.full(np.shape(value), np.inf) for value in case.outcome.values)
                 case.outcome = replace(case.outcome, spread=anything)
@@ -151,7 +151,7 @@ class Validator:
             if problem is not None:
                 self._fail(f"pass {step.name}", case.sample, problem, before, after)
         self._original = after
-        self.cases = [self._case(case.sample, now) for case, now in zip(self.cases, found, strict=True)]
+        self.cases = [self._case(case.sample, now) for case, now in zip(self.cases, result, strict=True)]
 
     def check_compiled(self, run: Callable[..., Any], lowered: IRModule | None = None) -> None:
         """Raise ValidationError unless a compiled model, called with the inputs, gives what the module computes.
@@ -159,8 +159,8 @@ class Validator:
         `lowered`: the module after all passes, to be kept beside the original.
         """
         for case in self.cases:
-            found = self._outcome(run, case.sample.args)
-            problem = self._problem(case, case.before, found, self._original)
+            result = self._outcome(run, case.sample.args)
+            problem = self._problem(case, case.before, result, self._original)
             if problem is not None:
                 self._fail("the compiled code", case.sample, problem, self._original, lowered)
 
@@ -169,14 +169,14 @@ class Validator:
     def _drawn(self, main: Function, values: Symbols, number: int) -> tuple[Sample, tuple[Any, ...] | Failed, float]:
         """A sample, what the module gives for it, and how long that took. Where integers are places of something, large
         ones stop the run: then smaller ones are drawn."""
-        found: list[tuple[Sample, tuple[Any, ...] | Failed, float]] = []
+        result: list[tuple[Sample, tuple[Any, ...] | Failed, float]] = []
         for magnitude in MAGNITUDES:
             sample = draw_sample(main, values, np.random.default_rng((self._seed, number)), magnitude)
             start = time.perf_counter()
-            found.append((sample, self._run(self._original, sample.args), time.perf_counter() - start))
-            if not isinstance(found[-1][1], Failed):
-                return found[-1]
-        return found[0]
+            result.append((sample, self._run(self._original, sample.args), time.perf_counter() - start))
+            if not isinstance(result[-1][1], Failed):
+                return result[-1]
+        return result[0]
 
     def _case(self, sample: Sample, found: tuple[Any, ...] | Failed) -> Case:
         if isinstance(found, Failed):
@@ -193,10 +193,10 @@ class Validator:
         if not self._donated:
             return outcome_of(lambda: run(*args))
         own = [arg.copy() if k in self._donated else arg for k, arg in enumerate(args)]
-        found = outcome_of(lambda: run(*own))
-        if isinstance(found, Failed) or len(found) == self._results:
-            return found
-        return (*found, *(own[k] for k in self._donated))
+        outcome = outcome_of(lambda: run(*own))
+        if isinstance(outcome, Failed) or len(outcome) == self._results:
+            return outcome
+        return (*outcome, *(own[k] for k in self._donated))
 
     def _problem(
         self, case: Case, before: tuple[Any, ...] | Failed, found: tuple[Any, ...] | Failed, given: IRModule
@@ -240,8 +240,8 @@ class Validator:
             simplified = (eliminate_dead(module), eliminate_dead(fold_shapes(module)))
         except Exception:  # the pass at hand is not to blame
             return False
-        found = [self._run(live, args) for live in simplified]
-        return all(isinstance(outcome, Failed) and outcome.is_check for outcome in found)
+        result = [self._run(live, args) for live in simplified]
+        return all(isinstance(outcome, Failed) and outcome.is_check for outcome in result)
 
     def _fail(self, what: str, sample: Sample, problem: str, before: IRModule, after: IRModule | None) -> None:
         what = what if self.entry == ENTRY else f"{what} in {self.entry}"
@@ -271,7 +271,7 @@ def _told(error: Exception) -> str:
 
 
 def _given(entry: str, main: Function, inputs: Sequence[Sequence[Any]]) -> list[Sample]:
-    found = []
+    result = []
     for args in inputs:
         if len(args) != len(main.params):
             raise InvalidArgumentError(
@@ -283,5 +283,5 @@ def _given(entry: str, main: Function, inputs: Sequence[Sequence[Any]]) -> list[
             bind(param.ty, array, symbols, f"argument '{param.name}'", define_only=True)
         for param, array in zip(main.params, arrays, strict=True):  # sizes that symbols of later ones may be part of
             bind(param.ty, array, symbols, f"argument '{param.name}'")
-        found.append(Sample(symbols, arrays))
-    return found
+        result.append(Sample(symbols, arrays))
+    return result

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.decoder import DecoderConfig
-from bench.memory import GOALS, OVER_LEAST, PAGE, Pool, measure, phases, plan_of, run_with_pool, saving, table
+from bench.memory import GOALS, OVER_MIN, PAGE, Pool, measure, phases, plan_of, run_with_pool, saving, table
 from relaxlite.ir.symbolic import SymVar, sym
 from relaxlite.passes.memory.plan import MemoryPlan, PlannedTensor
 from tests.support import tiers
@@ -47,7 +47,7 @@ def test_a_call_returns_blocks_after_the_last_use() -> None:
 def test_the_decoder_needs_less_than_the_pool_and_little_more_than_the_least(plan: MemoryPlan, phase: str) -> None:
     rows = measure(plan, phases(512)[phase])
     assert saving(rows) >= GOALS[phase]
-    assert all(row.least <= row.arena <= OVER_LEAST * row.least for row in rows)
+    assert all(row.least <= row.arena <= OVER_MIN * row.least for row in rows)
     assert "less than the pool" in table(phase, rows)
 
 
@@ -56,4 +56,4 @@ def test_the_decoder_needs_less_than_the_pool_and_little_more_than_the_least(pla
 def test_the_arena_is_near_the_least_at_every_size(plan: MemoryPlan, batch: int, seq: int, past: int) -> None:
     values = {"batch": batch, "seq": seq, "past": past}
     sizes = {symbol: values[symbol.name] for symbol in plan.arena.free_vars()}
-    assert plan.arena_bytes(sizes) <= OVER_LEAST * plan.lower_bound(sizes)
+    assert plan.arena_bytes(sizes) <= OVER_MIN * plan.lower_bound(sizes)

@@ -32,7 +32,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.scalar_functions import apply_intrinsic
 from relaxlite.ir.symbolic import SymVar, sym
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.in_place import in_place_pairs, with_late_stores
+from relaxlite.passes.loops.in_place import in_place_pairs, sink_aliasable_stores
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule.cpu.programs import schedule_program
@@ -235,7 +235,7 @@ def test_results_that_read_each_other_keep_their_order() -> None:
     value = Binary("div", Literal(1.0, "float32"), x[IDX])
     stores = Seq((Store(out, (IDX,), value), Store(other, (IDX,), Binary("add", value, out[IDX]))))
     program = TensorProgram((x, out, other), (N,), For(IDX, sym(N), stores), num_outputs=2)
-    assert with_late_stores(program).body is program.body
+    assert sink_aliasable_stores(program).body is program.body
     values, results = np.linspace(1, 2, 19, dtype=np.float32), [np.zeros(19, np.float32) for _ in range(2)]
     assert NativeKernel(program)([values, *results], [19]) == 0
     np.testing.assert_allclose(results[1], 2 / values, rtol=1e-6)
@@ -243,7 +243,7 @@ def test_results_that_read_each_other_keep_their_order() -> None:
 
 def test_a_result_may_take_over_its_operand_beside_one_of_half_precision() -> None:
     assert in_place_pairs(two_results(False))[0] == ()
-    late = with_late_stores(two_results(False))
+    late = sink_aliasable_stores(two_results(False))
     assert in_place_pairs(late)[0] == ((0, 1),)
     scheduled = schedule_program(two_results(False), HOST)
     assert scheduled.attrs["in_place"] == ((0, 1),)

@@ -12,7 +12,7 @@ from relaxlite.target import Target
 from tests.support.native_kernel import run
 
 LANES = 16
-WORDS = np.concatenate([
+DOT4_BYTES = np.concatenate([
     np.array([0, -1, 2**31 - 1, -(2**31), 0x55555555, -0x55555556]),
     np.random.default_rng(0).integers(-(2**31), 2**31, LANES - 6),
 ]).astype(np.int32)  # fmt: skip
@@ -37,7 +37,7 @@ def program(values: list[tuple[int, int, int]], *, narrow: str | None = None) ->
 
 
 def expected(values: list[tuple[int, int, int]], narrow: str | None = None) -> np.ndarray:
-    found = [((WORDS.astype(np.int64) >> s & mask) - offset).astype(np.int32) for s, mask, offset in values]
+    found = [((DOT4_BYTES.astype(np.int64) >> s & mask) - offset).astype(np.int32) for s, mask, offset in values]
     return np.array([f.astype(narrow) if narrow else f for f in found]).astype(np.float32)
 
 
@@ -48,7 +48,7 @@ def test_every_field_of_a_word(size: int, cpu: str) -> None:
     mask = (1 << size) - 1
     values = [(s, mask, offset) for s in range(32) for offset in (0, 1 << size - 1, -3)]
     out = np.empty((len(values), LANES), np.float32)
-    run(program(values), [WORDS, out], target=Target.parse(f"llvm{cpu}"))
+    run(program(values), [DOT4_BYTES, out], target=Target.parse(f"llvm{cpu}"))
     np.testing.assert_array_equal(out, expected(values))
 
 
@@ -56,14 +56,14 @@ def test_every_field_of_a_word(size: int, cpu: str) -> None:
 def test_a_narrow_type_between_wraps_what_it_does_not_hold(narrow: str) -> None:
     values = [(s, 255, offset) for s in (0, 3, 8, 20, 24) for offset in (0, 128, 200)]
     out = np.empty((len(values), LANES), np.float32)
-    run(program(values, narrow=narrow), [WORDS, out])
+    run(program(values, narrow=narrow), [DOT4_BYTES, out])
     np.testing.assert_array_equal(out, expected(values, narrow))
 
 
 def test_masks_with_holes_are_no_fields() -> None:
     values = [(2, 5, 0), (2, 6, 8)]
     out = np.empty((len(values), LANES), np.float32)
-    run(program(values), [WORDS, out])
+    run(program(values), [DOT4_BYTES, out])
     np.testing.assert_array_equal(out, expected(values))
 
 

@@ -24,8 +24,8 @@ from tests.support.choices import Rolled
 DTYPES = ("float32",) * 10 + (
     "float64", "float16", "bfloat16", "int64", "int64", "int32", "int8", "uint8", "int16", "uint32", "bool",
 )  # fmt: skip
-MOST_ELEMENTS = {7: 3000, 20: 40_000}  # of one tensor, where every symbol is this
-MOST_STEPS = {7: 30_000, 20: 400_000}  # of a program's innermost loop, likewise: a microsecond each for the interpreter
+MAX_ELEMENTS = {7: 3000, 20: 40_000}  # of one tensor, where every symbol is this
+MAX_STEPS = {7: 30_000, 20: 400_000}  # of a program's innermost loop, likewise: a microsecond each for the interpreter
 MAX_RANK = 5
 
 Step = Callable[["Generator"], "Expr | None"]
@@ -90,7 +90,7 @@ class Generator:
             return False
         total = product(ty.shape)
         try:
-            return all(self.largest(total, n) <= most for n, most in MOST_ELEMENTS.items())
+            return all(self.largest(total, n) <= most for n, most in MAX_ELEMENTS.items())
         except ZeroDivisionError:
             return False
 

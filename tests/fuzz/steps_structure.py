@@ -26,7 +26,7 @@ from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.signatures import bind, instantiate
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute
 from relaxlite.ir.types import TensorType, TupleType, Type
-from tests.fuzz.generator import MOST_STEPS, Generator, rank_of, shape_of, step, type_of
+from tests.fuzz.generator import MAX_STEPS, Generator, rank_of, shape_of, step, type_of
 from tests.fuzz.steps_ops import bound, chosen
 from tests.support.random_programs import a_map, a_product, a_reduction, a_row_program, work_at
 
@@ -236,8 +236,8 @@ def tensor_program(g: Generator) -> Expr | None:
 
 def _is_quick(g: Generator, program: TensorProgram, values: dict[SymVar, SymExpr]) -> bool:
     """Whether its loops take no time, however deep they are nested."""
-    at = ({s: g.largest(d, n) for s, d in values.items()} for n in MOST_STEPS)
-    return all(work_at(program, sizes) <= most for sizes, most in zip(at, MOST_STEPS.values(), strict=True))
+    at = ({s: g.largest(d, n) for s, d in values.items()} for n in MAX_STEPS)
+    return all(work_at(program, sizes) <= most for sizes, most in zip(at, MAX_STEPS.values(), strict=True))
 
 
 def _twice(x: Any, out: Any) -> None:

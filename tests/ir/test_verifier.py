@@ -589,7 +589,19 @@ def test_buffers_are_known() -> None:
 
 def test_inputs_are_not_written() -> None:
     program_refused("input", "a is an input", store(X0, buffer=A))
-    accepted(store(X0, buffer=A), attrs=Attrs({"inplace": True}))
+    accepted(store(X0, buffer=A), attrs=Attrs({"writes_inputs": True}))
+
+
+def test_attributes_are_those_of_the_schema() -> None:
+    y = let("y", twin(X, X))
+    marked = replace(function(y, result=y.var), attrs=Attrs({"exported": 1}))
+    refused("attribute", "attribute 'exported' takes True or False, got 1", marked)
+    refused("attribute", "there is no attribute 'coarse' of a function", replace(marked, attrs=Attrs({"coarse": True})))
+    program_refused("attribute", "takes a tuple of pairs of integers", store(X0), attrs=Attrs({"panels": (3,)}))
+    program_refused("attribute", "there is no attribute 'inplace'", store(X0), attrs=Attrs({"inplace": True}))
+    accepted(store(X0), attrs=Attrs({"panels": ((0, 16),), "scheduled": True}))
+    with pytest.raises(VerifyError, match="module: attribute 'batch_invariant' takes True or False, got 'yes'"):
+        verify(IRModule({}, Attrs({"batch_invariant": "yes"})))
 
 
 def test_libraries_are_called_with_what_they_can_take() -> None:
@@ -639,7 +651,7 @@ def test_dtypes_agree() -> None:
     byte = Literal(1, "uint8")
     bad = Intrinsic("dot4_u8s8", (Literal(0, "int32"), *(byte,) * 8), "int32")
     program_refused("dtype", "it takes int32, uint8, uint8, uint8, uint8, int8", store(Cast(bad, F32)))
-    accepted(Seq((Check(OK[0], "m"), Store(OK, (ZERO,), Compare("lt", X0, X0)))), attrs=Attrs({"inplace": True}))
+    accepted(Seq((Check(OK[0], "m"), Store(OK, (ZERO,), Compare("lt", X0, X0)))), attrs=Attrs({"writes_inputs": True}))
     program_refused("dtype", "a float16 is stored into b, which is float32", store(half))
     program_refused("dtype", "a bool is stored into b, which is float32", store(true))
     program_refused("dtype", "add of float32 and float16", store(Binary("add", X0, half)))

@@ -143,7 +143,7 @@ def test_a_small_matrix_of_floats_is_no_reason_to_have_it() -> None:
 )
 def test_a_prompt_of_a_model_of_floats(dtype: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Near the exact logits, which it gives where they are asked for, and the same in any batch and chunks."""
-    monkeypatch.setattr(compiled_engine, "LEAST_FILL", 4)
+    monkeypatch.setattr(compiled_engine, "MIN_FILL", 4)
     given, target = in_floats(dtype, **more), "llvm -mcpu=znver4 -l2-bytes=1024"
     data, alone = build_checkpoint(given, target), build_checkpoint(given, target, precision="float32")
     engine, exact = (CompiledEngine(Executable(each)) for each in (data, alone))
@@ -174,7 +174,7 @@ def exact() -> CompiledEngine:
 
 @pytest.fixture
 def engine(executable: Executable, monkeypatch: pytest.MonkeyPatch) -> CompiledEngine:
-    monkeypatch.setattr(compiled_engine, "LEAST_FILL", 4)
+    monkeypatch.setattr(compiled_engine, "MIN_FILL", 4)
     return CompiledEngine(executable)
 
 
@@ -203,7 +203,7 @@ def test_logits_behind_a_filled_prompt_are_near_those_of_an_exact_one(
 
 @needs_dots
 def test_prompts_that_are_not_long_are_computed_like_replies(executable: Executable, exact: CompiledEngine) -> None:
-    usual, most = CompiledEngine(executable), compiled_engine.LEAST_FILL + EXACT - 1
+    usual, most = CompiledEngine(executable), compiled_engine.MIN_FILL + EXACT - 1
     for count, is_same in ((most, True), (most + 1, False)):
         assert np.array_equal(logits_of(usual, tokens(count)), logits_of(exact, tokens(count))) == is_same
 
@@ -243,7 +243,7 @@ def test_a_sequence_goes_on_behind_what_is_filled(engine: CompiledEngine, exact:
 
 
 def test_a_full_cache_leaves_sequences_as_they_were(executable: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_engine, "LEAST_FILL", 4)
+    monkeypatch.setattr(compiled_engine, "MIN_FILL", 4)
     engine = CompiledEngine(executable)
     engine = CompiledEngine(executable, max_bytes=engine.cache.layout.page_bytes * 2)
     sequence = engine.new()

@@ -19,7 +19,7 @@ import relaxlite as rl
 from relaxlite import driver
 from relaxlite.errors import CacheFullError, InvalidArgumentError
 from relaxlite.frontend.llm.config import Rope
-from relaxlite.frontend.llm.step import MOST_PARTS, build_step
+from relaxlite.frontend.llm.step import MAX_PARTS, build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.runtime import kv_cache, state_slots, threadpool
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache, Pool
@@ -203,7 +203,7 @@ def test_parts_of_many_long_contexts_are_no_more_than_a_step_has_room_for(monkey
     step = [(sequence, 0, 33 if k % 2 else 1) for k, (sequence, _) in enumerate(batch)]
     cache.reserve([(sequence, count) for sequence, _, count in step])
     blocks = cache.describe(step).blocks
-    assert len(blocks) <= sum(count for *_, count in step) + MOST_PARTS
+    assert len(blocks) <= sum(count for *_, count in step) + MAX_PARTS
     assert len(blocks) > 500, "contexts are parted"
     cache.cancel([(sequence, count) for sequence, _, count in step])
 

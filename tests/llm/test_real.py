@@ -22,7 +22,7 @@ PROMPTS = (
     "Dear Sir or Madam,\n\n",
 )
 TEXTS = (ROOT / "tests" / "data" / "alice.txt", ROOT / "LICENSE")
-MOST_TOKENS = 700  # of each
+MAX_TOKENS = 700  # of each
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_chat_goes_on(llm: LanguageModel) -> None:
 
 @pytest.fixture(scope="module")
 def texts(llm: LanguageModel) -> list[list[int]]:
-    found = [list(llm.tokenizer.encode(path.read_text("utf-8")))[:MOST_TOKENS] for path in TEXTS]
+    found = [list(llm.tokenizer.encode(path.read_text("utf-8")))[:MAX_TOKENS] for path in TEXTS]
     assert sum(map(len, found)) >= 1000
     return found
 

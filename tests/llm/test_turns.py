@@ -242,7 +242,7 @@ def test_tokens_that_were_computed_one_by_one_are_computed_like_that_again(
     data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not with the coarse products that fill a cache from a prompt."""
-    monkeypatch.setattr(compiled_engine, "LEAST_FILL", 4)
+    monkeypatch.setattr(compiled_engine, "MIN_FILL", 4)
     engine = CompiledEngine(Executable(data))
     prompt, reply = tokens(40), tokens(60, seed=1)
     first = engine.new()

@@ -56,7 +56,7 @@ from tests.support import tiers
 from tests.support.counting import Counter
 from tests.support.random_graphs import arguments, graphs
 from tests.support.random_programs import (
-    MOST_WORK,
+    MAX_WORK,
     SIZES,
     inputs_for,
     maps,
@@ -367,7 +367,7 @@ def values(cost: Cost, symbols: Mapping[SymVar, int]) -> tuple[int, ...]:
 @given(st.one_of(maps(), reductions(), products(), rows()), st.sampled_from(SIZES), st.sampled_from(SIZES))
 def test_costs_of_random_programs_are_exact(drawn: TensorProgram, n: int, m: int) -> None:
     """Where no size is 0; there they are upper bounds."""
-    assume(work_of(drawn, (n, m)) <= MOST_WORK // 3)
+    assume(work_of(drawn, (n, m)) <= MAX_WORK // 3)
     symbols = values_of(drawn, (n, m))
     counted = Counter(drawn, inputs_for(drawn, (n, m)), symbols)
     cost, expected = cost_of(drawn), (counted.flops, counted.bytes_read, counted.bytes_written)

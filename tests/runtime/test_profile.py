@@ -152,7 +152,7 @@ def test_the_better_of_two_measurements_counts() -> None:
 def test_measuring_gives_figures_for_one_thread_and_all(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from relaxlite import machine
 
-    for name, value in {"_SECONDS": 1e-4, "_ATTEMPTS": 1, "_MOST_BYTES": 1 << 20}.items():
+    for name, value in {"_SECONDS": 1e-4, "_ATTEMPTS": 1, "_MAX_BYTES": 1 << 20}.items():
         monkeypatch.setattr(machine, name, value)
     found = machine.limits()
     assert {level.name for level in found.levels} >= {"RAM"} and found.levels[-1].capacity is None

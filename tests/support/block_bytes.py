@@ -11,7 +11,7 @@ from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 
 gguf = pytest.importorskip("gguf")
 
-HALVES: Mapping[str, tuple[int, ...]] = {  # where the float16 of a block lie; else at its beginning
+DOT2_INT16: Mapping[str, tuple[int, ...]] = {  # where the float16 of a block lie; else at its beginning
     "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
     "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (), "MXFP4": (), "NVFP4": (),
 }  # fmt: skip
@@ -40,7 +40,7 @@ def random_blocks(kind: str, scales: np.ndarray, seed: int = 0) -> np.ndarray:
     rng, count = np.random.default_rng(seed), len(scales)
     blocks = rng.integers(0, 256, (count, BLOCK_FORMATS[kind].nbytes), dtype=np.uint8)
     halves = np.asarray(scales).astype(np.float16)[:, None].view(np.uint8)
-    for at in HALVES.get(kind, (0,)):
+    for at in DOT2_INT16.get(kind, (0,)):
         blocks[:, at : at + 2] = halves
     if kind == "IQ1_M":
         nibbles = np.stack([halves[:, 0] & 15, halves[:, 0] >> 4, halves[:, 1] & 15, halves[:, 1] >> 4], axis=1)

@@ -9,11 +9,11 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 TEXT = "Quick brown foxes jump over 13 lazy dogs 2026 relaxlite keeps every width & height 48.5% symbolic"
-WORDS = TEXT.split()
+DOT4_BYTES = TEXT.split()
 
 
 def words(count: int, first: int = 0) -> str:
-    return " ".join(WORDS[(first + k) % len(WORDS)] for k in range(count))
+    return " ".join(DOT4_BYTES[(first + k) % len(DOT4_BYTES)] for k in range(count))
 
 
 def page(height: int, width: int, seed: int = 0) -> np.ndarray:

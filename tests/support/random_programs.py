@@ -40,7 +40,7 @@ from tests.support.choices import Choices, Drawn
 N, M = SymVar("n"), SymVar("m")
 SIZES = (0, 1, 3, 7, 16, 17, 33)
 DTYPES = ("float32", "float32", "float64", "int32", "int8", "float16")
-MOST_WORK = 6000  # elements, or multiplications, of a program that the interpreter runs
+MAX_WORK = 6000  # elements, or multiplications, of a program that the interpreter runs
 
 Draw = Any
 Index = tuple[SymExpr, SymExpr]  # an index expression and the size of the dimension that holds it

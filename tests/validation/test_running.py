@@ -52,7 +52,7 @@ ZERO = Literal(0.0, "float32")
 @pytest.fixture(autouse=True)
 def as_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few steps there are."""
-    monkeypatch.setattr(running, "MOST_STEPS", -1)
+    monkeypatch.setattr(running, "MAX_STEPS", -1)
 
 
 def program(body: Stmt, *params: Buffer) -> TensorProgram:
@@ -72,7 +72,7 @@ def both(given: TensorProgram, inputs: list[Any], values: Any = None, **options:
 @given(random_programs.maps() | random_programs.reductions() | random_programs.products() | random_programs.rows())
 def test_random_programs_give_what_the_interpreter_gives(given: TensorProgram) -> None:
     for sizes in [(0, 0), (1, 1), (5, 3), (17, 9)]:
-        if work_of(given, sizes) <= random_programs.MOST_WORK:
+        if work_of(given, sizes) <= random_programs.MAX_WORK:
             got, want = both(given, inputs_for(given, sizes), values_of(given, sizes))
             for a, b, buffer in zip(got, want, given.outputs, strict=True):
                 assert_close(a, b, buffer.dtype)
@@ -169,7 +169,7 @@ def test_few_steps_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(program: TensorProgram, is_optimized: bool) -> Any:
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(running, "MOST_STEPS", 18)  # of 3 * 3 stores and as many loads
+    monkeypatch.setattr(running, "MAX_STEPS", 18)  # of 3 * 3 stores and as many loads
     monkeypatch.setattr(running, "_compiled", refuse)
     table = loops("ij", (N, N), lambda i, j: Store(OUT, (i,), Load(X, (j,)), "add"))
     run_program(program(table), [np.ones(3, "f4")], outputs=[np.zeros(3, "f4")])
@@ -185,7 +185,7 @@ def test_machine_code_of_very_many_steps_is_optimized(monkeypatch: pytest.Monkey
         return to_object(text, target, optimize=optimize)
 
     monkeypatch.setattr(machine_code, "to_object", noted)
-    monkeypatch.setattr(running, "MOST_UNOPTIMIZED_STEPS", 18)
+    monkeypatch.setattr(running, "MAX_UNOPTIMIZED_STEPS", 18)
     table = program(loops("ij", (N, N), lambda i, j: Store(OUT, (i,), Load(X, (j,)), "add")))
     for size in (3, 4):
         (found,) = run_program(table, [np.ones(size, "f4")], outputs=[np.zeros(size, "f4")])

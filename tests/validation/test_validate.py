@@ -21,7 +21,7 @@ from relaxlite.errors import InvalidArgumentError, ValidationError
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Body, Call, Expr, Function, MatchShape, ShapeValue, Tuple, TupleGetItem, Var
-from relaxlite.ir.intrinsics import INTRINSICS, LOOKUP, WORDS
+from relaxlite.ir.intrinsics import DOT4_BYTES, INTRINSICS, LOOKUP
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import Buffer, Check, For, Intrinsic, Literal, Load, Seq, Stmt, Store, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
@@ -183,11 +183,11 @@ BROKEN = {
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("most_steps", [running.MOST_STEPS, -1])
+@pytest.mark.parametrize("most_steps", [running.MAX_STEPS, -1])
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_pass_is_named(kind: str, most_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the interpreter runs the programs or machine code does."""
-    monkeypatch.setattr(running, "MOST_STEPS", most_steps)
+    monkeypatch.setattr(running, "MAX_STEPS", most_steps)
     make, change, after, message = BROKEN[kind]
     path = assert_found(make(), change, after, message, tmp_path)
     assert Path(path).parent == tmp_path
@@ -205,7 +205,7 @@ class HalfPrecision(Rewriter):
         return ops.divide(self.bb.emit(ops.cast(narrow, dtype="float32")), value.args[1])
 
 
-class Turned(Rewriter):
+class TransposedOperand(Rewriter):
     """Turns what is divided."""
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
@@ -234,7 +234,7 @@ def test_a_pass_that_rounds_may_change_numbers_and_nothing_else(tmp_path: Path) 
     with pytest.raises(ValidationError, match=r"^pass rounding changes .*elements differ"):
         compiled(HalfPrecision, rounds=False)
     with pytest.raises(ValidationError, match=r"^pass rounding changes .*float32\[.*instead of float32\["):
-        compiled(Turned, rounds=True)
+        compiled(TransposedOperand, rounds=True)
     with pytest.raises(ValidationError, match=r"^pass rounding changes .*the run fails with"):
         compiled(Unbound, rounds=True)
 
@@ -274,7 +274,7 @@ def test_multiples_of_32_are_tried_where_no_others_will_do() -> None:
 
 def test_a_slow_model_is_not_validated_on_empty_inputs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes no time, as it has no elements or stops, decided that all else took too long."""
-    monkeypatch.setattr(validator, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(validator, "MAX_SECONDS", 0.0)
     for make in (chain, checked):
         assert Validator(make()).doubt() is None
 
@@ -565,7 +565,7 @@ def test_the_oracle_runs_programs_of_every_intrinsic(name: str) -> None:
     known, j = INTRINSICS[name], SymVar("j")
     columns = [Buffer.of(f"x{k}", (8,), dtype or "float32") for k, dtype in enumerate(known.args)]
     parts: list[Value] = [column[j] for column in columns]
-    if name in (LOOKUP, WORDS):  # tables and bounds are literals
+    if name in (LOOKUP, DOT4_BYTES):  # tables and bounds are literals
         count = 4 if name == LOOKUP else 2
         parts[-count:] = [Literal(255, "int32")] * count
     inputs = columns[: sum(isinstance(part, Load) for part in parts)]

@@ -24,7 +24,7 @@ from relaxlite.errors import CodegenError
 from relaxlite.ir.program import Literal, Value
 
 _ROWS, _ROW_BYTES = 16, 64
-_PRODUCTS, _X, _QUADS, _END = 0, 4, 6, 8  # the first tile register of each kind
+_PRODUCTS, _X, _DP4A_GROUPS, _END = 0, 4, 6, 8  # the first tile register of each kind
 _PALETTE, _WIDTHS, _HEIGHTS = 0, 16, 48  # where these stand in the 64 bytes of a configuration
 
 
@@ -41,7 +41,7 @@ def _configure(k: Kernel, depth: int) -> None:
     fields = [(_PALETTE, 1)]
     for tile in range(_END):
         rows, width = (
-            (_ROWS, _ROW_BYTES) if tile < _X else (_ROWS, depth) if tile < _QUADS else (depth // 4, _ROW_BYTES)
+            (_ROWS, _ROW_BYTES) if tile < _X else (_ROWS, depth) if tile < _DP4A_GROUPS else (depth // 4, _ROW_BYTES)
         )
         fields += [(_WIDTHS + 2 * tile, width), (_HEIGHTS + tile, rows)]  # widths of 16 bits, below 256
     for offset, value in fields:
@@ -67,7 +67,9 @@ def _take(first: int) -> Callable[..., None]:
 
 def _dot(instruction: str) -> Callable[..., None]:
     def emit(k: Kernel, products: int, x: int, quads: int) -> None:
-        k.e.call_void(f"llvm.x86.{instruction}", [_register(products), _register(_X + x), _register(_QUADS + quads)])
+        k.e.call_void(
+            f"llvm.x86.{instruction}", [_register(products), _register(_X + x), _register(_DP4A_GROUPS + quads)]
+        )
 
     return emit
 
@@ -90,7 +92,7 @@ _ROUTINES: Mapping[str, Callable[..., None]] = {
     "start": _start,
     "clear": _clear,
     "take_x": _take(_X),
-    "take_quads": _take(_QUADS),
+    "take_quads": _take(_DP4A_GROUPS),
     "dot": _dot("tdpbssd"),
     "dot_unsigned": _dot("tdpbsud"),
     "dot_of_unsigned": _dot("tdpbusd"),

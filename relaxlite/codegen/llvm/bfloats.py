@@ -27,17 +27,17 @@ def emit_narrow(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value
         return convert(e, x, "float32", "bfloat16")
 
     def by_instruction(part: Val) -> Val:
-        found = e.call(f"{_CONVERT}.cvtneps2bf16.{32 * width}", [part], "bfloat", width, "narrow")
-        return from_memory(e, e.cast("bitcast", found, "i16"), "bfloat16")
+        result = e.call(f"{_CONVERT}.cvtneps2bf16.{32 * width}", [part], "bfloat", width, "narrow")
+        return from_memory(e, e.cast("bitcast", result, "i16"), "bfloat16")
 
     return e.by_parts([x], width, by_instruction)
 
 
 def emit_pair(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
     """The bits of two bfloat16 as one word: one load, one instruction that rounds two vectors, or put together."""
-    found = load_packed(k, value.args)
-    if found is not None:
-        return found
+    packed = load_packed(k, value.args)
+    if packed is not None:
+        return packed
     e, kinds = k.e, {part.name if isinstance(part, Intrinsic) else "" for part in value.args}
     if kinds == {NARROW} and k.lanes == _LANES and e.target.has("avx512bf16"):
         low, high = (e.splat(emit_value(k, x), k.lanes) for part in value.args for x in value_children(part))

@@ -50,8 +50,8 @@ def bit_field(k: Kernel, value: Value) -> BitField | None:
     if value.op != "and" or constant <= 0 or constant & (constant + 1):
         return None
     word, start, size = value.a, 0, constant.bit_length()
-    if isinstance(word, Binary) and word.op == "shift_right" and (found := _constant(k, word.b)) is not None:
-        word, start = word.a, found
+    if isinstance(word, Binary) and word.op == "shift_right" and (result := _constant(k, word.b)) is not None:
+        word, start = word.a, result
     first = start - _DOWN if start + size > _MANTISSA else start
     is_inside = start >= 0 and start + size <= _WORD  # beyond, a shift to the right repeats the sign
     return BitField(word, start, size) if is_inside and first >= 0 and first + size <= _MANTISSA else None

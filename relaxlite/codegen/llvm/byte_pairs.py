@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.codegen.llvm.widths import widest_lanes
-from relaxlite.ir.intrinsics import MOST_OF_PAIRS, WORDS
+from relaxlite.ir.intrinsics import DOT4_BYTES, MAX_OF_PAIRS
 from relaxlite.ir.program import Intrinsic, Literal, Value
 from relaxlite.records import dataclass
 from relaxlite.target import Target
@@ -53,7 +53,7 @@ def emit_dots(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value],
     mosts: list[tuple[int, int]] = []
     words: list[tuple[Value, Value]] = []
     start: Value = value
-    while isinstance(start, Intrinsic) and start.name == WORDS:
+    while isinstance(start, Intrinsic) and start.name == DOT4_BYTES:
         start, a, b, *greatest = start.args
         words.append((a, b))
         most_a, most_b = (int(g.value) if isinstance(g, Literal) else 0xFF for g in greatest)
@@ -79,7 +79,7 @@ class _Sums:
 
     def add(self, a: Val, b: Val, most_a: int, most_b: int) -> None:
         """The products of the bytes of a, at most `most_a`, with those of b, at most `most_b` in magnitude."""
-        if most_a * most_b <= MOST_OF_PAIRS:
+        if most_a * most_b <= MAX_OF_PAIRS:
             self._wait(a, b, most_a * most_b, 1)
             return
         self._wait(self._e.binary("and", a, self._all(_LOW)), b, _LOW * most_b, 1)
@@ -93,7 +93,7 @@ class _Sums:
 
     def _wait(self, a: Val, b: Val, most: int, times: int) -> None:
         e, lanes = self._e, a.lanes
-        if times in self._waiting and self._waiting[times][1] + most > MOST_OF_PAIRS:
+        if times in self._waiting and self._waiting[times][1] + most > MAX_OF_PAIRS:
             self._flush(times)
         bytes_of = [e.op(f"bitcast {x} to <{4 * lanes} x i8>", "i8", 4 * lanes) for x in (a, b)]
         pairs = e.call(self._instructions.pairs, bytes_of, "i16", 2 * lanes, "pairs")

@@ -89,10 +89,10 @@ def compile_programs(programs: Mapping[str, TensorProgram], target: Target) -> O
     looked_up = time.perf_counter()
     texts = {key: _emit(name, programs[name], target, _symbol(key)) for key, name in missing.items()}
     emitted = time.perf_counter()
-    made = _compile_texts(texts, missing, target)
-    objects |= made
-    if store and made:
-        store.put({key: item.pack() for key, item in made.items()})
+    result = _compile_texts(texts, missing, target)
+    objects |= result
+    if store and result:
+        store.put({key: item.pack() for key, item in result.items()})
     done = time.perf_counter()
     return ObjectCode(
         objects=tuple(objects[key].code for key in dict.fromkeys(keys.values())),
@@ -102,7 +102,7 @@ def compile_programs(programs: Mapping[str, TensorProgram], target: Target) -> O
             )
             for name, key in keys.items()
         },
-        num_compiled=len(made),
+        num_compiled=len(result),
         timings={"look_up": looked_up - start, "emit": emitted - looked_up, "llvm": done - emitted},
     )
 
@@ -156,8 +156,8 @@ def _compile_texts(texts: Mapping[str, KernelText], names: Mapping[str, str], ta
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
-    found = dict(zip(in_order, codes, strict=True))
-    return {key: _Object(text.checks, found[key]) for key, text in texts.items()}
+    result = dict(zip(in_order, codes, strict=True))
+    return {key: _Object(text.checks, result[key]) for key, text in texts.items()}
 
 
 def _compile_one(

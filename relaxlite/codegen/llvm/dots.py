@@ -79,9 +79,9 @@ def emit_dot_of_halves(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel
 
 def emit_word(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
     """Four bytes as one word: one load, or put together."""
-    found = load_packed(k, value.args)
-    if found is not None:
-        return found
+    packed = load_packed(k, value.args)
+    if packed is not None:
+        return packed
     e, total = k.e, Val("0", "i32")
     for n, part in enumerate(value.args):
         byte = e.cast("zext", emit_value(k, part), "i32")
@@ -98,11 +98,11 @@ def _by_instruction(k: Kernel, name: str, width: int, c: Val, a: Val, b: Val) ->
 
 def load_packed(k: Kernel, side: Sequence[Value]) -> Val | None:
     """The elements of one operand as one i32 per lane, if they lie beside each other."""
-    found = [memory.classify(k, x.buffer, x.indices) for x in side if isinstance(x, Load)]
-    if len(found) != len(side) or any(access.buffer is not found[0].buffer for access in found):
+    result = [memory.classify(k, x.buffer, x.indices) for x in side if isinstance(x, Load)]
+    if len(result) != len(side) or any(access.buffer is not result[0].buffer for access in result):
         return None
-    first = found[0]
-    if any(as_int(access.offset - first.offset) != n for n, access in enumerate(found)):
+    first = result[0]
+    if any(as_int(access.offset - first.offset) != n for n, access in enumerate(result)):
         return None
     if first.kind == "uniform" and (k.mask is None or k.some_active):
         return _load_uniform(k, first)
@@ -127,12 +127,12 @@ def _load_lanes(k: Kernel, access: Access) -> Val:
         return k.loads[key]
     pointer = k.ix.pointer(access.buffer, access.base)
     if k.mask is None:
-        found = e.op(f"load <{lanes} x i32>, {pointer}, align {access.align}", "i32", lanes, access.buffer.name)
+        result = e.op(f"load <{lanes} x i32>, {pointer}, align {access.align}", "i32", lanes, access.buffer.name)
     else:
         arguments = [pointer, int_const(access.align, "i32"), k.mask, e.splat(int_const(0, "i32"), lanes)]
-        found = e.call(f"llvm.masked.load.{mangle('i32', lanes)}.p0", arguments, "i32", lanes, access.buffer.name)
-    k.loads[key] = found
-    return found
+        result = e.call(f"llvm.masked.load.{mangle('i32', lanes)}.p0", arguments, "i32", lanes, access.buffer.name)
+    k.loads[key] = result
+    return result
 
 
 def _elements(e: Emitter, packed: Val, dtype: str, dot: DotProduct) -> list[Val]:
@@ -161,7 +161,7 @@ def _instruction_lanes(target: Target, name: str, lanes: int) -> int:
         has = {512: has_wide, 256: has_wide and target.has("avx512vl")}
         has[128] = has[256]
     elif name == "dot2_i16":
-        has = {bits: target.has(found.feature) for bits, found in byte_pairs.INSTRUCTIONS.items()}
+        has = {bits: target.has(result.feature) for bits, result in byte_pairs.INSTRUCTIONS.items()}
     else:
         has_wide = target.has("avx512vnni")
         has = {512: has_wide, 256: (has_wide and target.has("avx512vl")) or target.has("avxvnni")}

@@ -247,8 +247,8 @@ class Emitter:
         if found is None:
             ty = vector_type(a.elem, lanes)
             one = self.op(f"insertelement {ty} poison, {a}, i64 0", a.elem, lanes, "lane0")
-            made = f"shufflevector {one}, {ty} poison, <{lanes} x i32> zeroinitializer"
-            found = self._splats[a.text, lanes] = self.op(made, a.elem, lanes, "splat")
+            result = f"shufflevector {one}, {ty} poison, <{lanes} x i32> zeroinitializer"
+            found = self._splats[a.text, lanes] = self.op(result, a.elem, lanes, "splat")
         return found
 
     def match(self, *values: Val) -> tuple[Val, ...]:

@@ -20,7 +20,7 @@ from relaxlite.records import dataclass
 
 _LANES = 16
 _DEGREE = 4
-_LEAST_SIZE = 0b1010  # what vrangeps is to give: the number of the least absolute value, with a sign of 0
+_MIN_SIZE = 0b1010  # what vrangeps is to give: the number of the least absolute value, with a sign of 0
 _ROUNDER = 8388608.0  # 2**23: added to a small float32, it leaves the nearest integer in the low bits
 _SURPLUS = 1.5e-7  # in erf's last piece, where it rounds to 1: a result above 1, and so 1 once it is clamped
 
@@ -115,7 +115,7 @@ def _least_size(e: Emitter, x: Val, limit: float) -> Val:
     """|x|, at most the limit, in one instruction (AVX-512 DQ) for sixteen lanes; the limit for NaN."""
     bound = e.splat(float_const(limit), _LANES)
     zero, all_lanes, rounding = e.splat(float_const(0.0), _LANES), int_const(-1, "i16"), int_const(4, "i32")
-    args = [x, bound, int_const(_LEAST_SIZE, "i32"), zero, all_lanes, rounding]
+    args = [x, bound, int_const(_MIN_SIZE, "i32"), zero, all_lanes, rounding]
     return e.call("llvm.x86.avx512.mask.range.ps.512", args, "float", _LANES, "size")
 
 

@@ -67,12 +67,12 @@ def _code_of(program: Program, target: Target) -> bytes:
     parts = (program.plan.function, program.signature, list(program.kernels.values()), types)
     key = hashlib.sha256(f"host {generator_key(target)} {parts!r}".encode()).hexdigest()
     store = open_cache()
-    found = store.get(key) if store else None
-    if found is None:
-        found = to_object(emit_host(program, target), target, optimize=False)
+    result = store.get(key) if store else None
+    if result is None:
+        result = to_object(emit_host(program, target), target, optimize=False)
         if store:
-            store.put({key: found})
-    return found
+            store.put({key: result})
+    return result
 
 
 def emit_host(program: Program, target: Target) -> str:
@@ -223,11 +223,11 @@ class _Run(Writer):
 
     def allocate(self, at: int, nbytes: Val) -> tuple[Val, Val]:
         """An array that Python has made, where this is a result, and of the size that was announced."""
-        found = [k for k, prepared in enumerate(self.plan.prepared) if prepared is not None and prepared.site == at]
-        if not found:
+        result = [k for k, prepared in enumerate(self.plan.prepared) if prepared is not None and prepared.site == at]
+        if not result:
             return super().allocate(at, nbytes)
-        pointer = self.prepared[found[0]]
-        announced = self.load_word(self.layout.outputs[found[0]] + host.OUT_BYTES, hint="announced")
+        pointer = self.prepared[result[0]]
+        announced = self.load_word(self.layout.outputs[result[0]] + host.OUT_BYTES, hint="announced")
         expected = self.e.icmp("eq", nbytes, announced, "expected")
         ptr, owner = self.e.if_values(
             expected, lambda: (pointer, NULL), lambda: super(_Run, self).allocate(at, nbytes), "own"

@@ -128,14 +128,14 @@ class Writer:
 
     def parameters(self) -> list[Tensor]:
         """The inputs; their constant dimensions are those of the signature."""
-        made = []
+        result = []
         for at, spec in zip(self.layout.inputs, self.program.signature.inputs, strict=True):
             dims = tuple(
                 int_const(size) if isinstance(size, int) else self.load_word(at + 1 + axis, hint="dim")
                 for axis, size in enumerate(spec.shape)
             )
-            made.append(Tensor(self.load_word(at, "ptr", "input"), dims, spec.dtype))
-        return made
+            result.append(Tensor(self.load_word(at, "ptr", "input"), dims, spec.dtype))
+        return result
 
     def _heap(self, register: int) -> Heap:
         first, slots = self.plan.heaps[register]

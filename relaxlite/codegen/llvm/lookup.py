@@ -37,17 +37,17 @@ def _by_shuffle(e: Emitter, words: Val, table: list[int]) -> Val:
     count = 4 * words.lanes
     entries = ", ".join(str(int_const(entry, "i8")) for entry in table * (count // 16))
     places = e.op(f"bitcast {words} to <{count} x i8>", "i8", count)
-    found = e.call(_SHUFFLES[32 * words.lanes][1], [Val(f"<{entries}>", "i8", count), places], "i8", count, "looked")
-    return e.op(f"bitcast {found} to {words.ty}", "i32", words.lanes)
+    result = e.call(_SHUFFLES[32 * words.lanes][1], [Val(f"<{entries}>", "i8", count), places], "i8", count, "looked")
+    return e.op(f"bitcast {result} to {words.ty}", "i32", words.lanes)
 
 
 def _by_choices(e: Emitter, words: Val, table: list[int]) -> Val:
     """By the lowest bit, one of each pair of entries; by the next, one of each pair of these; and so on."""
     count = 4 * max(words.lanes, 1)
     places = e.op(f"bitcast {words} to <{count} x i8>", "i8", count)
-    found = [e.splat(int_const(entry, "i8"), count) for entry in table]
+    result = [e.splat(int_const(entry, "i8"), count) for entry in table]
     for bit in range(4):
         masked = e.binary("and", places, int_const(1 << bit, "i8"))
         is_set = e.icmp("ne", masked, int_const(0, "i8"))
-        found = [e.select(is_set, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
-    return e.op(f"bitcast {found[0]} to {words.ty}", "i32", words.lanes)
+        result = [e.select(is_set, high, low) for low, high in zip(result[::2], result[1::2], strict=True)]
+    return e.op(f"bitcast {result[0]} to {words.ty}", "i32", words.lanes)

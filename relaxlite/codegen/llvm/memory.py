@@ -306,8 +306,8 @@ def _opaque(e: Emitter, mask: Val) -> Val:
         bits, word = f"i{part.lanes}", "i64" if part.lanes > 32 else "i32"
         narrow = e.op(f"bitcast {part} to {bits}", bits)
         given = narrow if bits == word else e.op(f"zext {narrow} to {word}", word)
-        found = e.op(f'call {word} asm "", "=r,0"({given})', word)
-        again = found if bits == word else e.op(f"trunc {found} to {bits}", bits)
+        result = e.op(f'call {word} asm "", "=r,0"({given})', word)
+        again = result if bits == word else e.op(f"trunc {result} to {bits}", bits)
         return e.op(f"bitcast {again} to <{part.lanes} x i1>", "i1", part.lanes, "mask")
 
     return e.by_parts([mask], mask.lanes if mask.lanes <= 64 else math.gcd(mask.lanes, 64), hidden)

@@ -1,6 +1,6 @@
 """Tensor programs to LLVM IR: one LLVM module for each.
 
-A kernel has the signature i32(ptr buffers, ptr symbols) that docs/architecture.md states.
+A kernel has the signature i32(ptr buffers, ptr symbols) that docs/runtime-abi.md states.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from relaxlite.codegen.llvm.indices import Base, Indices
 from relaxlite.codegen.llvm.statements import emit_statement
 from relaxlite.codegen.llvm.types import memory_elem
 from relaxlite.errors import CodegenError
-from relaxlite.ir.program import AHEAD, IN_ORDER, Buffer, TensorProgram
+from relaxlite.ir.attributes import CHECKED, IN_ORDER, PREFETCH_BYTES
+from relaxlite.ir.program import Buffer, TensorProgram
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
@@ -55,8 +56,8 @@ def _emit_function(
     e = Emitter(module)
     e.start("entry")
     entry = e.reserve()
-    k = Kernel(symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get("checked")), is_guarded=is_guarded)
-    ahead: Any = program.attrs.get(AHEAD, ())
+    k = Kernel(symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get(CHECKED)), is_guarded=is_guarded)
+    ahead: Any = program.attrs.get(PREFETCH_BYTES, ())
     k.ahead = {program.params[number]: count for number, count in ahead}
     in_order: Any = program.attrs.get(IN_ORDER, ())
     k.in_order = frozenset(program.params[number] for number in in_order)

@@ -11,7 +11,7 @@ from relaxlite.codegen.llvm.types import literal
 from relaxlite.codegen.llvm.widths import widest_lanes
 from relaxlite.ir.program import Intrinsic, Value
 
-_LEAST = -(2**31)
+_MIN = -(2**31)
 _MODE = int_const(4, "i32")  # of rounding: that of the thread, to nearest even
 _NAMES: Mapping[int, str] = {256: "llvm.x86.avx.cvt.ps2dq.256", 128: "llvm.x86.sse2.cvtps2dq"}
 
@@ -34,4 +34,4 @@ def _portable(e: Emitter, x: Val) -> Val:
     """-2**31 is the only number that is as large as the limit and held."""
     is_held = e.fcmp("olt", e.intrinsic("fabs", x), literal(2.0**31, "float32"))
     held = e.select(is_held, e.intrinsic("roundeven", x), literal(0.0, "float32"))
-    return e.select(is_held, e.cast("fptosi", held, "i32"), int_const(_LEAST, "i32"))
+    return e.select(is_held, e.cast("fptosi", held, "i32"), int_const(_MIN, "i32"))

@@ -34,9 +34,9 @@ def _object_of(code: SupportCode) -> bytes:
     """From the cache of kernels where it is there."""
     key = hashlib.sha256(f"support {llvm_version()} {_TRIPLE} {_CPU} {code.key}".encode()).hexdigest()
     store = open_cache()
-    found = store.get(key) if store else None
-    if found is None:
-        found = jit.compile_text(code.ir, _TRIPLE, _CPU)
+    result = store.get(key) if store else None
+    if result is None:
+        result = jit.compile_text(code.ir, _TRIPLE, _CPU)
         if store:
-            store.put({key: found})
-    return found
+            store.put({key: result})
+    return result

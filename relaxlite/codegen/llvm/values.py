@@ -24,15 +24,15 @@ from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
 from relaxlite.ir.intrinsics import (
     BITS,
+    DOT2_INT16,
+    DOT4_BYTES,
     DOT_PRODUCTS,
-    HALVES,
     LOOKUP,
     NARROW,
     NEAREST,
+    PACKED_BYTES,
     PAIR,
     PAIRS,
-    WORD,
-    WORDS,
     type_error,
 )
 from relaxlite.ir.program import (
@@ -101,13 +101,13 @@ def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
             guard(k, arg.buffer, arg.indices)
     if value.name in DOT_PRODUCTS:
         return emit_dot(k, value, emit_value)
-    if value.name == WORDS:
+    if value.name == DOT4_BYTES:
         return emit_dot_of_words(k, value, emit_value)
-    if value.name == WORD:
+    if value.name == PACKED_BYTES:
         return emit_word(k, value, emit_value)
     if value.name == PAIRS:
         return emit_dot_of_pairs(k, value, emit_value)
-    if value.name == HALVES:
+    if value.name == DOT2_INT16:
         return emit_dot_of_halves(k, value, emit_value)
     if value.name == PAIR:
         return emit_pair(k, value, emit_value)

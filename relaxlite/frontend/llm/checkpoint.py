@@ -57,19 +57,19 @@ class Weight:
     def floats(self, rows: slice = slice(None)) -> Array:
         """Some rows of a weight in floats."""
         assert self.block_format is None
-        found = self.stored[rows]
-        assert isinstance(found, np.ndarray)
-        return found
+        result = self.stored[rows]
+        assert isinstance(result, np.ndarray)
+        return result
 
     def grouped(self, rows: slice = slice(None)) -> GroupedWeight:
         """Codes, scales and offsets of a weight that has them, or of some of its rows."""
         assert self.block_format is not None
-        found = self.stored[rows]
-        return found if isinstance(found, GroupedWeight) else BLOCK_FORMATS[self.block_format].unpack(found)
+        result = self.stored[rows]
+        return result if isinstance(result, GroupedWeight) else BLOCK_FORMATS[self.block_format].unpack(result)
 
     def to_float32(self) -> Array:
-        found = self.data if self.block_format is None else self.grouped().dequantize()
-        return found.astype(np.float32).reshape(self.shape)
+        result = self.data if self.block_format is None else self.grouped().dequantize()
+        return result.astype(np.float32).reshape(self.shape)
 
     def part(self, begin: int, end: int) -> Weight:
         """Some of its rows, not copied."""
@@ -93,8 +93,8 @@ class Weight:
 
     def picked(self, rows: slice | Array, shape: tuple[int, ...]) -> Weight:
         """Some of its rows, those of all experts counted on, as a weight of another shape."""
-        found = self.stored.picked(rows) if isinstance(self.stored, PackedRows) else self.stored[rows]
-        return Weight(found, shape, self.block_format)
+        result = self.stored.picked(rows) if isinstance(self.stored, PackedRows) else self.stored[rows]
+        return Weight(result, shape, self.block_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,53 +161,53 @@ def _norms(names: Iterable[str], width: int, is_biased: bool) -> dict[str, tuple
 def _attention_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     width = c.head_width_of(layer)
     queries, keys = c.heads * width, c.kv_heads_of(layer) * width
-    found: dict[str, tuple[int, ...]] = {
+    result: dict[str, tuple[int, ...]] = {
         "q": (queries, c.hidden), "k": (keys, c.hidden), "v": (keys, c.hidden), "o": (c.hidden, queries)
     }  # fmt: skip
     if c.has_qkv_bias:
-        found |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
+        result |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
     if c.has_o_bias:
-        found |= {"o_bias": (c.hidden,)}
+        result |= {"o_bias": (c.hidden,)}
     if c.has_qk_norm:
         joint = c.is_qk_norm_joint
-        found |= {"q_norm": (queries if joint else width,), "k_norm": (keys if joint else width,)}
+        result |= {"q_norm": (queries if joint else width,), "k_norm": (keys if joint else width,)}
     if c.has_sinks:
-        found["sinks"] = (c.heads,)
+        result["sinks"] = (c.heads,)
     if c.has_output_gate:
-        found["q_gate"] = (queries, c.hidden)
+        result["q_gate"] = (queries, c.hidden)
     without = ("k", "v") if c.keys_from(layer) != layer else ("v",) if c.is_unvalued(layer) else ()
-    return {name: shape for name, shape in found.items() if name.partition("_")[0] not in without}
+    return {name: shape for name, shape in result.items() if name.partition("_")[0] not in without}
 
 
 def _latent_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     assert c.latent is not None
     net, given = c.latent, c.latent.query_rank or c.hidden
-    found: dict[str, tuple[int, ...]] = (
+    result: dict[str, tuple[int, ...]] = (
         {} if net.query_rank is None else {"q_down": (net.query_rank, c.hidden), "q_down_norm": (net.query_rank,)}
     )
-    found |= {
+    result |= {
         "q": (c.heads * (net.plain + net.turned), given), "kv_down": (net.rank + net.turned, c.hidden),
         "kv_norm": (net.rank,), "o": (c.hidden, c.heads * net.width),
     }  # fmt: skip
     for h in range(c.heads):
-        found |= {f"latent_keys.{h}": (net.rank, net.plain), f"latent_values.{h}": (net.width, net.rank)}
+        result |= {f"latent_keys.{h}": (net.rank, net.plain), f"latent_values.{h}": (net.width, net.rank)}
     if c.has_qkv_bias:
-        found |= {f"{name}_bias": found[name][:1] for name in ("q_down", "kv_down") if name in found}
+        result |= {f"{name}_bias": result[name][:1] for name in ("q_down", "kv_down") if name in result}
     if c.has_o_bias:
-        found["o_bias"] = (c.hidden,)
-    return found
+        result["o_bias"] = (c.hidden,)
+    return result
 
 
 def _convolution_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     assert c.convolutions is not None
     square = (c.hidden, c.hidden)
-    found: dict[str, tuple[int, ...]] = {
+    result: dict[str, tuple[int, ...]] = {
         "conv_before": square, "conv_after": square, "conv_given": square, "conv_out": square,
         "conv": (c.hidden, c.convolutions.length),
     }  # fmt: skip
     if c.convolutions.has_bias:
-        found |= {f"{name}_bias": (c.hidden,) for name in found}
-    return found
+        result |= {f"{name}_bias": (c.hidden,) for name in result}
+    return result
 
 
 def _delta_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
@@ -227,15 +227,15 @@ def _mamba_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
         "mamba_gate": (wide, c.hidden), "mamba_given": (channels, c.hidden), "mamba_time": (heads, c.hidden),
         "mamba_out": (c.hidden, wide),
     }  # fmt: skip
-    found = products | {
+    result = products | {
         "mamba_conv": (channels, c.states.length), "mamba_rate": (heads,), "mamba_step": (heads,),
         "mamba_skip": (heads,), "mamba_scale": (wide,),
     }  # fmt: skip
     if c.states.has_conv_bias:
-        found["mamba_conv_bias"] = (channels,)
+        result["mamba_conv_bias"] = (channels,)
     if c.states.has_bias:
-        found |= {f"{name}_bias": shape[:1] for name, shape in products.items()}
-    return found
+        result |= {f"{name}_bias": shape[:1] for name, shape in products.items()}
+    return result
 
 
 _MIXING = {
@@ -251,29 +251,29 @@ def _mlp_weights(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
 
     experts = config.experts_of(layer)
     if experts is None:
-        found = gated("", config.intermediate_of(layer))
+        result = gated("", config.intermediate_of(layer))
         if not config.is_gated:
-            del found["gate"]
+            del result["gate"]
         if config.has_mlp_bias:
-            found |= {f"{name}_bias": shape[:1] for name, shape in found.items()}
-        return found
-    found = {"router": (experts.count, config.hidden)}
+            result |= {f"{name}_bias": shape[:1] for name, shape in result.items()}
+        return result
+    result = {"router": (experts.count, config.hidden)}
     if experts.is_beside:
         norms = ("router_norm", "experts_norm", "experts_post_norm", "dense_post_norm")
-        found |= gated("", config.intermediate_of(layer)) | {name: (config.hidden,) for name in norms}
+        result |= gated("", config.intermediate_of(layer)) | {name: (config.hidden,) for name in norms}
     if experts.has_scales:
-        found["experts_scale"] = (experts.count,)
+        result["experts_scale"] = (experts.count,)
     for e in range(experts.count):
-        found |= gated(f"experts.{e}.", experts.intermediate)
+        result |= gated(f"experts.{e}.", experts.intermediate)
     if experts.has_bias:
-        found |= {f"{name}_bias": shape[:1] for name, shape in found.items()}
+        result |= {f"{name}_bias": shape[:1] for name, shape in result.items()}
     if experts.is_balanced:
-        found["router_balance"] = (experts.count,)
+        result["router_balance"] = (experts.count,)
     if experts.shared is not None:
-        found |= gated("shared.", experts.shared)
+        result |= gated("shared.", experts.shared)
         if experts.has_shared_gate:
-            found["shared_router"] = (config.hidden,)
-    return found
+            result["shared_router"] = (config.hidden,)
+    return result
 
 
 def split_fused(
@@ -281,12 +281,12 @@ def split_fused(
 ) -> dict[str, Weight]:
     """The weights with those taken apart, by layer, that are several: one for each expert, then the rows of `fused`.
     ImportModelError: one has not as many experts or rows."""
-    found, expected = _split_experts(config, weights, source), expected_weights(config)
-    for name in list(found):
+    result, expected = _split_experts(config, weights, source), expected_weights(config)
+    for name in list(result):
         begin, _, kind = name.rpartition(".")
         if kind not in fused or f"{begin}.{fused[kind][0]}" not in expected:
             continue
-        weight, parts = found.pop(name), fused[kind]
+        weight, parts = result.pop(name), fused[kind]
         counts = [expected[f"{begin}.{part}"][0] for part in parts]
         if weight.shape[:1] != (sum(counts),):
             raise ImportModelError(
@@ -295,14 +295,14 @@ def split_fused(
             )
         at = 0
         for part, count in zip(parts, counts, strict=True):
-            found[f"{begin}.{part}"] = weight.part(at, at + count)
+            result[f"{begin}.{part}"] = weight.part(at, at + count)
             at += count
-    return found
+    return result
 
 
 def _split_experts(config: DecoderConfig, weights: Mapping[str, Weight], source: str) -> dict[str, Weight]:
     """Those of layers.K.experts, which hold one matrix for each expert, by expert."""
-    found = dict(weights)
+    result = dict(weights)
     for name, weight in weights.items():
         begin, _, kind = name.rpartition(".")
         if not begin.endswith(".experts") or config.experts is None:
@@ -313,14 +313,14 @@ def _split_experts(config: DecoderConfig, weights: Mapping[str, Weight], source:
                 f"{source}: weight {name} has shape {weight.shape}; it needs a {what} for each of "
                 f"{config.experts.count} experts"
             )
-        del found[name]
-        found |= {f"{begin}.{e}.{kind}": weight.member(e) for e in range(config.experts.count)}
-    return found
+        del result[name]
+        result |= {f"{begin}.{e}.{kind}": weight.member(e) for e in range(config.experts.count)}
+    return result
 
 
 def in_halves(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
     """Queries and keys with the first elements of all turned pairs of a head before the second ones."""
-    found = dict(weights)
+    result = dict(weights)
     width = config.rope.width
     for kind, heads in (("q", config.heads), ("k", config.kv_heads)):
         places = np.arange(heads * config.head_width).reshape(heads, config.head_width)
@@ -328,9 +328,9 @@ def in_halves(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str,
         order = np.concatenate([turned, places[:, width:]], axis=1).reshape(-1)
         for k in range(config.layers):
             for name in (f"layers.{k}.{kind}", f"layers.{k}.{kind}_bias"):
-                if name in found:
-                    found[name] = found[name].rows(order)
-    return found
+                if name in result:
+                    result[name] = result[name].rows(order)
+    return result
 
 
 def check_weights(config: DecoderConfig, weights: Mapping[str, Weight], source: str) -> None:

@@ -157,9 +157,9 @@ def _nvfp4(blocks: Array) -> _Parts:
 def _unsigned_e4m3() -> Array:
     """Half of what each byte stands for as a scale: its first bit does not count, and what would be no number is 0."""
     exponents, fractions = np.divmod(np.arange(256) & 127, 8)
-    found = np.where(exponents == 0, fractions * 2.0**-10, (8 + fractions) * 2.0 ** (exponents - 11.0))
-    found[127] = 0
-    return found.astype(dtypes.to_numpy("bfloat16"))
+    array = np.where(exponents == 0, fractions * 2.0**-10, (8 + fractions) * 2.0 ** (exponents - 11.0))
+    array[127] = 0
+    return array.astype(dtypes.to_numpy("bfloat16"))
 
 
 _UNSIGNED_E4M3 = _unsigned_e4m3()

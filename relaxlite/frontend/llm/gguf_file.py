@@ -77,9 +77,9 @@ def _generation(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _seen_in(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """Hyperparameters that no field names, but the tensors show."""
     embedding = tensors.get(GGUF_WHOLE["embed"])
-    found: dict[str, Any] = {"is_tied": GGUF_WHOLE["head"] not in tensors}
+    result: dict[str, Any] = {"is_tied": GGUF_WHOLE["head"] not in tensors}
     if embedding is not None and embedding.shape:
-        found["vocab_size"] = embedding.shape[0]
+        result["vocab_size"] = embedding.shape[0]
     for key, *names in (
         ("qkv_bias", GGUF_LAYER["q_bias"], "attn_qkv.bias"),
         ("o_bias", GGUF_LAYER["o_bias"]),
@@ -87,25 +87,25 @@ def _seen_in(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
         ("mlp_norm", GGUF_LAYER["mlp_norm"]),
         ("qk_norm", GGUF_LAYER["q_norm"]),
     ):
-        found[key] = any(f"blk.0.{name}" in tensors for name in names)
+        result[key] = any(f"blk.0.{name}" in tensors for name in names)
     routers = [name.split(".") for name in tensors if name.endswith(GGUF_LAYER["router"])]
-    found["expert_layers"] = [int(place) for _, place, *_ in routers if place.isdecimal()]
+    result["expert_layers"] = [int(place) for _, place, *_ in routers if place.isdecimal()]
     shared = next((tensor for name, tensor in tensors.items() if name.endswith(GGUF_LAYER["shared.up"])), None)
     if shared is not None and shared.shape:
-        found["expert_shared_feed_forward_length"] = shared.shape[0]
-    found["expert_balance"] = any(name.endswith(GGUF_LAYER["router_balance"]) for name in tensors)
+        result["expert_shared_feed_forward_length"] = shared.shape[0]
+    result["expert_balance"] = any(name.endswith(GGUF_LAYER["router_balance"]) for name in tensors)
     values = [name.split(".") for name in tensors if name.endswith(GGUF_LAYER["v"])]
-    found["value_layers"] = [int(place) for _, place, *_ in values if place.isdecimal()]
+    result["value_layers"] = [int(place) for _, place, *_ in values if place.isdecimal()]
     if _DIVISORS["short"] in tensors:
-        found["rope.scaling.type"] = "longrope"
-    return found
+        result["rope.scaling.type"] = "longrope"
+    return result
 
 
 def _names(config: DecoderConfig, architecture: Architecture) -> dict[str, str]:
-    found = dict(architecture.gguf_whole or GGUF_WHOLE)
+    result = dict(architecture.gguf_whole or GGUF_WHOLE)
     for k, ours, theirs in layer_names(architecture.gguf or GGUF_LAYER, config):
-        found[f"layers.{k}.{ours}"] = f"blk.{k}.{theirs}"
-    return found
+        result[f"layers.{k}.{ours}"] = f"blk.{k}.{theirs}"
+    return result
 
 
 def _weight(tensor: TensorInfo, source: str) -> Weight:
@@ -129,7 +129,7 @@ def _weight(tensor: TensorInfo, source: str) -> Weight:
 def _taken_factors(tensors: dict[str, TensorInfo], source: str) -> dict[str, np.ndarray[Any, Any]]:
     """What weights in NVFP4 are to be scaled by, in tensors of their own, by the weights' names: a number each, or one
     of each expert. Scales of what these weights are multiplied with are left out: `precision` decides about that."""
-    found = {}
+    result = {}
     for name in [name for name, tensor in tensors.items() if tensor.kind == "NVFP4"]:
         stem = name.removesuffix(".weight")
         tensors.pop(f"{stem}.input_scale", None)
@@ -143,8 +143,8 @@ def _taken_factors(tensors: dict[str, TensorInfo], source: str) -> dict[str, np.
                 f"{source}: tensor {scale.name!r} must have {' or '.join(map(str, sorted(counts)))} positive numbers "
                 f"for {name!r}, and has {len(factors)}, the least {factors.min(initial=math.inf):g}"
             )
-        found[name] = factors
-    return found
+        result[name] = factors
+    return result
 
 
 def _multiplied(weight: Weight, factors: np.ndarray[Any, Any] | None) -> Weight:
@@ -156,8 +156,8 @@ def _multiplied(weight: Weight, factors: np.ndarray[Any, Any] | None) -> Weight:
     block = BLOCK_FORMATS[str(weight.block_format)]
 
     def read(rows: Rows) -> GroupedWeight:
-        found = block.unpack(stored[rows])
-        return replace(found, scales=GroupScales(found.scales.to_float32() * by_row[rows, None]))
+        result = block.unpack(stored[rows])
+        return replace(result, scales=GroupScales(result.scales.to_float32() * by_row[rows, None]))
 
     return replace(weight, stored=PackedRows.of(len(stored), stored.nbytes, read))
 
@@ -180,10 +180,10 @@ def _divisors(config: DecoderConfig, weight: Weight, name: str, source: str) -> 
             f"{source}: tensor {name!r} has shape {weight.shape}; {config.rope.width} elements of a head are turned, "
             f"so it needs {config.rope.width // 2} numbers"
         )
-    found = tuple(map(float, weight.data))
-    if not all(0 < divisor < math.inf for divisor in found):
+    result = tuple(map(float, weight.data))
+    if not all(0 < divisor < math.inf for divisor in result):
         raise ImportModelError(f"{source}: tensor {name!r} holds numbers that no frequency can be divided by")
-    return found
+    return result
 
 
 def _with_divisors(config: DecoderConfig, given: Mapping[str, tuple[float, ...]], source: str) -> Rope:

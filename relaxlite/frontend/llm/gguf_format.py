@@ -32,7 +32,7 @@ TYPE_NAMES = {
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_RANK = 4
-_MOST_PARTS = 1000
+_MAX_PARTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ class _Reader:
             raise ValueError(f"a list of {count} values at byte {self.at} goes beyond the end")
         if inner in (_STRING, _ARRAY):
             return [self.value(inner) for _ in range(count)]
-        found = np.frombuffer(self.data, np.dtype("<" + _scalar(inner)), count, self.at)
-        self.at += found.nbytes
-        return found.tolist()
+        result = np.frombuffer(self.data, np.dtype("<" + _scalar(inner)), count, self.at)
+        self.at += result.nbytes
+        return result.tolist()
 
 
 def _scalar(kind: int) -> str:
@@ -141,10 +141,10 @@ def read_parts(path: str | os.PathLike[str]) -> list[GgufFile]:
 
 def split_files(path: Path) -> list[Path]:
     """The files of a model whose name says that it is split; none of another."""
-    found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.IGNORECASE)
-    if found is None or int(found[3]) > _MOST_PARTS:
+    match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.IGNORECASE)
+    if match is None or int(match[3]) > _MAX_PARTS:
         return []
-    return [path.with_name(f"{found[1]}-{k:05}-of-{found[3]}{path.suffix}") for k in range(1, int(found[3]) + 1)]
+    return [path.with_name(f"{match[1]}-{k:05}-of-{match[3]}{path.suffix}") for k in range(1, int(match[3]) + 1)]
 
 
 def _read(reader: _Reader) -> GgufFile:
@@ -179,7 +179,7 @@ def _read(reader: _Reader) -> GgufFile:
     data = np.frombuffer(reader.data, np.uint8)
     starts = sorted({start + offset for *_, offset in infos})
     ends = dict(itertools.pairwise([*starts, data.size]))
-    found = tuple(
+    tensor_infos = tuple(
         TensorInfo(name, shape, kind, start + offset, ends[start + offset], data) for name, shape, kind, offset in infos
     )
-    return GgufFile(metadata, found)
+    return GgufFile(metadata, tensor_infos)

@@ -82,22 +82,22 @@ class _Fields:
         return ImportModelError(f"{self._source}: {text}")
 
     def list(self, name: str, kind: type, count: int | None = None) -> list[Any]:
-        found = self._raw.get(f"tokenizer.ggml.{name}")
-        if not isinstance(found, list) or not found or not all(isinstance(value, kind) for value in found):
+        result = self._raw.get(f"tokenizer.ggml.{name}")
+        if not isinstance(result, list) or not result or not all(isinstance(value, kind) for value in result):
             raise self.error(f"tokenizer.ggml.{name} is missing, or no list of {kind.__name__}")
-        if count is not None and len(found) != count:
-            raise self.error(f"there are {count} tokens, and tokenizer.ggml.{name} has {len(found)} values")
-        return found
+        if count is not None and len(result) != count:
+            raise self.error(f"there are {count} tokens, and tokenizer.ggml.{name} has {len(result)} values")
+        return result
 
     def token(self, name: str) -> int | None:
         """The token with a meaning: bos, eos, ..."""
-        found = self._raw.get(f"tokenizer.ggml.{name}_token_id")
-        if found is None:
+        result = self._raw.get(f"tokenizer.ggml.{name}_token_id")
+        if result is None:
             place, text = _USUAL.get(self._raw.get("tokenizer.ggml.model", ""), {}).get(name, (0, None))
             return place if self.places.get(text or "") == place else None
-        if not isinstance(found, int) or not 0 <= found < len(self.tokens):
-            raise self.error(f"tokenizer.ggml.{name}_token_id is {found}; there are {len(self.tokens)} tokens")
-        return found
+        if not isinstance(result, int) or not 0 <= result < len(self.tokens):
+            raise self.error(f"tokenizer.ggml.{name}_token_id is {result}; there are {len(self.tokens)} tokens")
+        return result
 
     def flag(self, name: str, default: bool) -> bool:
         return bool(self._raw.get(f"tokenizer.ggml.{name}", default))
@@ -108,12 +108,12 @@ class _Fields:
         return self._raw.get("tokenizer.ggml.model") != "gemma4" and self.flag("add_space_prefix", True)
 
     def merges(self) -> Sequence[str]:
-        found = self.list("merges", str)
-        for merge in found:
+        result = self.list("merges", str)
+        for merge in result:
             left, _, right = merge.partition(" ")
             if left not in self.places or right not in self.places or left + right not in self.places:
                 raise self.error(f"the merge {merge!r} is not one of two tokens to a third")
-        return found
+        return result
 
     @property
     def architecture(self) -> Any:
@@ -143,15 +143,15 @@ def _byte_level(fields: _Fields) -> dict[str, Any]:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = fields.pre_tokenizer
-    made = Tokenizer(models.BPE(ignore_merges=pre.keeps_words))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre.keeps_words))
     steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     if pre.composes:
-        made.normalizer = normalizers.NFC()
-    return _filled(made, fields.places, fields.merges())
+        tokenizer.normalizer = normalizers.NFC()
+    return _filled(tokenizer, fields.places, fields.merges())
 
 
 def _sentence_piece(fields: _Fields) -> dict[str, Any]:
@@ -178,15 +178,15 @@ def _of_characters(fields: _Fields, merges: Sequence[str], pre_tokenizer: Any = 
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = next((t for t, kind in zip(fields.tokens, fields.types, strict=True) if kind == _UNKNOWN), None)
-    made = Tokenizer(models.BPE(fuse_unk=True, byte_fallback=_BYTE in fields.types))
+    tokenizer = Tokenizer(models.BPE(fuse_unk=True, byte_fallback=_BYTE in fields.types))
     prefix = fields.has_prefix
     steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
-    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     ends: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
     if pre_tokenizer is not None:
-        made.pre_tokenizer = pre_tokenizer
-    parts = _filled(made, fields.places, merges)
+        tokenizer.pre_tokenizer = pre_tokenizer
+    parts = _filled(tokenizer, fields.places, merges)
     parts["model"]["unk_token"] = unknown
     return parts
 

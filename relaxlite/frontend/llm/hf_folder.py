@@ -99,10 +99,10 @@ def _of_text(raw: Mapping[str, Any]) -> dict[str, Any]:
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         return dict(raw)
-    found = {**raw, **text}
+    result = {**raw, **text}
     if raw.get("tie_word_embeddings") is True:  # which its text_config may deny; a head that is there tells
-        found["tie_word_embeddings"] = True
-    return found
+        result["tie_word_embeddings"] = True
+    return result
 
 
 def _tensors(folder: Path, kinds: tuple[str, ...]) -> dict[str, Weight]:
@@ -112,14 +112,14 @@ def _tensors(folder: Path, kinds: tuple[str, ...]) -> dict[str, Weight]:
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise ImportModelError(f"{folder}: weight_map of model.safetensors.index.json names no files")
     names = sorted(set(shards.values()))
-    found: dict[str, Weight] = {}
+    weights: dict[str, Weight] = {}
     for name in names:
         if not (folder / name).is_file():
             if shards is not whole:
                 raise ImportModelError(f"{folder}: {name}, one of {len(names)} files of weights, is missing")
             raise ImportModelError(f"{folder}: {name} is missing{_instead(folder)}")
-        found |= read_safetensors(folder / name, kinds)
-    return found
+        weights |= read_safetensors(folder / name, kinds)
+    return weights
 
 
 def _instead(folder: Path) -> str:
@@ -146,25 +146,25 @@ def read_safetensors(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Weigh
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)
-        found = {
+        result = {
             name: _weight(entry, data[8 + size :], dtypes_of, name, path)
             for name, entry in header.items()
             if not name.endswith(_IGNORED) and not name.startswith(_OTHER_PARTS)
         }
         _check_places(header, data.size - 8 - size)
-        return found
+        return result
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"a damaged or truncated safetensors file: {error}"
         raise ImportModelError(f"{path}: {foreign(path) or what}") from error
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in result:
             raise ValueError(f"its header has {name!r} twice")
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
 def _check_places(header: Mapping[str, Any], size: int) -> None:
@@ -215,7 +215,7 @@ def _renamed(
     names |= {
         f"{architecture.prefix}{k}.{theirs}": f"layers.{k}.{ours}" for k, ours, theirs in layer_names(layer, config)
     }
-    found = {}
+    result = {}
     for theirs, weight in tensors.items():
         name = theirs.removeprefix("language_model.").removeprefix("transformer.")
         if name.startswith("model.language_model."):  # as transformers writes models that see pictures since 4.52
@@ -227,8 +227,8 @@ def _renamed(
             weight = weight.member(0)
         elif ours.rpartition(".")[2] in architecture.transposed and len(weight.shape) == 2:
             weight = weight.transposed
-        found[ours] = weight
-    return found if architecture.from_folder is None else architecture.from_folder(found, config, source)
+        result[ours] = weight
+    return result if architecture.from_folder is None else architecture.from_folder(result, config, source)
 
 
 def _is_same(head: Weight, embed: Weight | None) -> bool:

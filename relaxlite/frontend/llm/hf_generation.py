@@ -24,9 +24,9 @@ _UNREAD: Mapping[str, Any] = {
 def generation_defaults(said: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Of a generation_config.json, those of our options that it sets. A RuntimeWarning names what is left out: values
     that are none, and options that we do not have."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if isinstance(said.get("do_sample"), bool):
-        found["do_sample"] = said["do_sample"]
+        result["do_sample"] = said["do_sample"]
     wrong = []
     for name, (low, high) in _NUMBERS.items():
         value = said.get(name)
@@ -34,17 +34,17 @@ def generation_defaults(said: Mapping[str, Any], source: str) -> dict[str, Any]:
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and low <= value <= high and math.isfinite(value) and (value > low or name in _MAY_BE_0):
-            found[name] = value
+            result[name] = value
         else:
             wrong.append(name)
     top_k = said.get("top_k")
     if isinstance(top_k, int | float) and not isinstance(top_k, bool) and top_k % 1 == 0:
-        found["top_k"] = max(int(top_k), 0)  # -1: all tokens, in some programs
+        result["top_k"] = max(int(top_k), 0)  # -1: all tokens, in some programs
     elif top_k is not None:
         wrong.append("top_k")
     suppressed = said.get("suppress_tokens")
     if are_tokens(suppressed):
-        found["suppress_tokens"] = suppressed
+        result["suppress_tokens"] = suppressed
     elif suppressed is not None:
         wrong.append("suppress_tokens")
     unread = [name for name, usual in _UNREAD.items() if said.get(name) not in (None, usual, [])]
@@ -53,7 +53,7 @@ def generation_defaults(said: Mapping[str, Any], source: str) -> dict[str, Any]:
         warnings.warn(f"{source}: {values} cannot be, and is left out", RuntimeWarning, stacklevel=2)
     if unread:
         warnings.warn(f"{source}: {', '.join(unread)} is not supported, and left out", RuntimeWarning, stacklevel=2)
-    return found
+    return result
 
 
 def are_tokens(said: Any) -> TypeGuard[list[int]]:

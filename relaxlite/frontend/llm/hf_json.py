@@ -18,12 +18,12 @@ def read_json(path: Path, *, needed: bool = False) -> dict[str, Any]:
             raise ImportModelError(f"{path.parent}: no {path.name}; {_instead(path.parent)}")
         return {}
     try:
-        found = json.loads(path.read_text("utf-8-sig"))
+        result = json.loads(path.read_text("utf-8-sig"))
     except (ValueError, OSError, RecursionError) as error:
         raise ImportModelError(f"{path}: cannot be read: {foreign(path) or error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise ImportModelError(f"{path}: no JSON object")
-    return found
+    return result
 
 
 def _instead(folder: Path) -> str:

@@ -174,30 +174,30 @@ class Quantization:
         one of integers belongs to nothing."""
         if self.method.read is None:
             return dict(tensors)
-        found: dict[str, Weight] = {}
+        weights: dict[str, Weight] = {}
         modules: dict[str, dict[str, Weight]] = {}
         for name, weight in tensors.items():
             part = next((part for part in self.method.parts if name.endswith(f".{part}")), None)
             if part is not None:
                 modules.setdefault(name.removesuffix(f".{part}"), {})[part] = weight
             elif not name.endswith(tuple(f".{spare}" for spare in self.method.spare)):
-                found[name] = weight
+                weights[name] = weight
         for name, parts in modules.items():
             if parts.keys() == {"weight"} and _is_float(parts["weight"]):
-                found[f"{name}.weight"] = parts["weight"]
+                weights[f"{name}.weight"] = parts["weight"]
                 continue
             arrays = {part: weight.data for part, weight in parts.items()}
             module = Module(source, name, self.method.name, self.settings, arrays)
-            if f"{name}.weight" in found:
+            if f"{name}.weight" in weights:
                 raise module.error("there is a weight that is not quantized, too")
-            found[f"{name}.weight"] = self.method.read(module)
-        for name, weight in found.items():
+            weights[f"{name}.weight"] = self.method.read(module)
+        for name, weight in weights.items():
             if isinstance(weight.stored, np.ndarray) and not _is_float(weight):
                 raise ImportModelError(
                     f"{source}: tensor {name!r} is of type {weight.data.dtype}, and {self.method.name} is not known to "
                     "write one; take the float checkpoint, or a GGUF file"
                 )
-        return found
+        return weights
 
 
 def quantization_of(raw: Mapping[str, Any], source: str) -> Quantization | None:

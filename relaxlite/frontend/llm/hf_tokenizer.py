@@ -30,19 +30,19 @@ def _read_tokenizer(folder: Path, raw: Mapping[str, Any], generation: Mapping[st
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
-    made, said = read_json(path), read_json(folder / "tokenizer_config.json")
+    result, said = read_json(path), read_json(folder / "tokenizer_config.json")
     text = path.read_text("utf-8-sig")
-    tokens = made.get("added_tokens") or []
+    tokens = result.get("added_tokens") or []
     if not isinstance(tokens, list) or not all(isinstance(token, Mapping) for token in tokens):
         raise ImportModelError(f"{path}: added_tokens must be a list of objects, one for each token")
-    added = _more_tokens(made, said)
+    added = _more_tokens(result, said)
     if added:
-        made["added_tokens"] = [*(made.get("added_tokens") or ()), *added]
-    was_closed = said.get("add_eos_token") is not True and _leave_open(made)
+        result["added_tokens"] = [*(result.get("added_tokens") or ()), *added]
+    was_closed = said.get("add_eos_token") is not True and _leave_open(result)
     if added or was_closed:
-        text = json.dumps(made, ensure_ascii=False)
+        text = json.dumps(result, ensure_ascii=False)
     special = _special_tokens(said, read_json(folder / "special_tokens_map.json"))
-    places = {token.get("content"): token.get("id") for token in made.get("added_tokens") or ()}
+    places = {token.get("content"): token.get("id") for token in result.get("added_tokens") or ()}
     bos = places.get(special.get("bos_token"), raw.get("bos_token_id"))
     stop = generation.get("eos_token_id", raw.get("eos_token_id"))
     stops = [*(stop if isinstance(stop, list) else [stop]), places.get(special.get("eos_token"))]
@@ -51,7 +51,7 @@ def _read_tokenizer(folder: Path, raw: Mapping[str, Any], generation: Mapping[st
             raise ImportModelError(f"{folder}: {name} is {token!r}; it must be the number of a token")
     adds_bos = said.get("add_bos_token")
     if adds_bos is None:
-        adds_bos = _first_of_template(made.get("post_processor")) == special.get("bos_token", "")
+        adds_bos = _first_of_template(result.get("post_processor")) == special.get("bos_token", "")
     templates = _chat_templates(folder, said)
     return TokenizerData(
         text,
@@ -71,7 +71,7 @@ def _more_tokens(made: Mapping[str, Any], said: Mapping[str, Any]) -> list[dict[
         return []
     known = {token.get("content") for token in made.get("added_tokens") or ()}
     taken = {token.get("id") for token in made.get("added_tokens") or ()}
-    found = []
+    result = []
     for number, token in decoder.items():
         if not isinstance(token, Mapping) or not str(number).isdecimal():
             continue
@@ -79,8 +79,8 @@ def _more_tokens(made: Mapping[str, Any], said: Mapping[str, Any]) -> list[dict[
             continue
         flags = {flag: bool(token.get(flag, False)) for flag in ("single_word", "lstrip", "rstrip", "special")}
         normalized = bool(token.get("normalized", not flags["special"]))
-        found.append({"id": int(number), "content": token["content"], **flags, "normalized": normalized})
-    return sorted(found, key=lambda token: token["id"])
+        result.append({"id": int(number), "content": token["content"], **flags, "normalized": normalized})
+    return sorted(result, key=lambda token: token["id"])
 
 
 def _leave_open(made: Mapping[str, Any]) -> bool:
@@ -98,30 +98,30 @@ def _leave_open(made: Mapping[str, Any]) -> bool:
 def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
     """What chat templates may call tokens by, of the first file that says it: `bos_token` and the like, and the names
     that a checkpoint has for others (Gemma 3's `boi_token`)."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for said in sources:
         extra = said.get("extra_special_tokens")
         own = extra.items() if isinstance(extra, Mapping) else ()
         for name, token in [*((name, said.get(name)) for name in _SPECIAL), *own]:
             if token and (isinstance(token, str) or (isinstance(token, Mapping) and token.get("content"))):
-                found.setdefault(name, _text(token))
-    return found
+                result.setdefault(name, _text(token))
+    return result
 
 
 def _chat_templates(folder: Path, said: Mapping[str, Any]) -> dict[str, str]:
     """By name: in files of their own, or in tokenizer_config.json, there perhaps several."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     template = said.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
-        found = {str(t.get("name")): t.get("template") for t in template if isinstance(t, Mapping)}
-        found.setdefault(DEFAULT, next(iter(found.values()), None))
+        result = {str(t.get("name")): t.get("template") for t in template if isinstance(t, Mapping)}
+        result.setdefault(DEFAULT, next(iter(result.values()), None))
     else:
-        found[DEFAULT] = template
+        result[DEFAULT] = template
     files = {DEFAULT: folder / "chat_template.jinja"} | {
         path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
-    found |= {name: _read_text(path) for name, path in files.items() if path.exists()}
-    return {name: template for name, template in found.items() if isinstance(template, str) and template}
+    result |= {name: _read_text(path) for name, path in files.items() if path.exists()}
+    return {name: template for name, template in result.items() if isinstance(template, str) and template}
 
 
 def _read_text(path: Path) -> str:

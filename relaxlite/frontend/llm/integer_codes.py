@@ -21,7 +21,7 @@ from relaxlite.dtypes import to_numpy
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.quantized import GroupedWeight, GroupScales, PackedRows, Rows, neighbours
 from relaxlite.frontend.llm.quantized_module import FLOATS, Module, in_floats, peak_of
-from relaxlite.ir.ops.block_codes import PLANES, Coding, fills_words
+from relaxlite.ir.ops.block_codes import BIT_PLANES, Coding, fills_words
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -60,7 +60,7 @@ class Integers:
         block = self.shape[1] // len(groups)
         zero = self.zeros if isinstance(self.zeros, int) else 0
         least = max(self.bits, zero.bit_length())  # of 3 bits GPTQ's may be 8
-        bits = next(b for b in PLANES if b >= least and fills_words(self.shape[1], block, b))
+        bits = next(b for b in BIT_PLANES if b >= least and fills_words(self.shape[1], block, b))
         coding = Coding(bits, zero)
         scales = _in_16_bits(self.scales)
         count = scales.shape[1]
@@ -161,11 +161,11 @@ def read_packed(module: Module) -> Weight:
         given = module.part("weight_zero_point", ("int32", "int8"))
         if given.dtype == np.int32:
             module.need("weight_zero_point", (-(-n * bits // _WORD), scales.shape[1]))
-            found = _unpacked(np.ascontiguousarray(given.T), bits)[:, :n].T
+            result = _unpacked(np.ascontiguousarray(given.T), bits)[:, :n].T
         else:
             module.need("weight_zero_point", scales.shape)
-            found = (given.astype(np.int16) + half).astype(np.uint8)
-        zeros = _one(found)
+            result = (given.astype(np.int16) + half).astype(np.uint8)
+        zeros = _one(result)
 
     def codes(rows: Rows) -> Array:
         return _unpacked(np.ascontiguousarray(words[rows]), bits)[:, :k]
@@ -244,8 +244,8 @@ def _shape(module: Module, words: Array) -> tuple[int, int]:
 
 def _scales(module: Module, n: int) -> Array:
     """weight_scale [n, groups], also of one number for all."""
-    found = module.parts.get("weight_scale")
-    scales = module.part("weight_scale", FLOATS, 2 if found is None else found.ndim)
+    result = module.parts.get("weight_scale")
+    scales = module.part("weight_scale", FLOATS, 2 if result is None else result.ndim)
     if scales.size == 1:
         return np.broadcast_to(scales.reshape(1, 1), (n, 1))
     if scales.ndim == 1:

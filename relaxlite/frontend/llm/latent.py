@@ -39,8 +39,8 @@ def latent_attention(d: Decoder, k: int, x: Expr, positions: Expr, mix: Mixer) -
     turned = d.rotate(d.heads(_part(d, kept, net.rank, net.turned), 1, net.turned), positions, rope)
     through = _by_head(d, [f"{name}.latent_keys.{h}" for h in range(c.heads)], _part(d, q, 0, net.plain))
     queries = d.op("concat", through, d.rotate(_part(d, q, net.plain, net.turned), positions, rope), axis=-1)
-    found = mix(k, queries, d.op("concat", latent, turned, axis=-1), latent)
-    values = _by_head(d, [f"{name}.latent_values.{h}" for h in range(c.heads)], found)
+    result = mix(k, queries, d.op("concat", latent, turned, axis=-1), latent)
+    values = _by_head(d, [f"{name}.latent_values.{h}" for h in range(c.heads)], result)
     return d.op("reshape", values, (*_dims(values)[:-2], c.heads * net.width))
 
 
@@ -56,12 +56,12 @@ def _by_head(d: Decoder, names: Sequence[str], x: Expr) -> Var:
         by_head = d.op("group_rows", numbers, groups=heads.const)
         order, places, spans = (d.bb.emit(TupleGetItem(by_head, k)) for k in range(3))
         given = d.op("gather", d.op("reshape", x, (rows * heads, width)), order, axis=0)
-        found = d.grouped(names, given, spans, d.op("gather", numbers, order, axis=0))
-        found = d.op("gather", found, places, axis=0)
+        result = d.grouped(names, given, spans, d.op("gather", numbers, order, axis=0))
+        result = d.op("gather", result, places, axis=0)
     else:
         turned = d.op("transpose", d.op("reshape", x, (rows, heads, width)), axes=(1, 0, 2))
-        found = d.op("transpose", d.op("matmul", turned, d.stack(names)), axes=(1, 0, 2))
-    return d.op("reshape", found, (*lead, heads, _dims(found)[-1]))
+        result = d.op("transpose", d.op("matmul", turned, d.stack(names)), axes=(1, 0, 2))
+    return d.op("reshape", result, (*lead, heads, _dims(result)[-1]))
 
 
 def _part(d: Decoder, x: Expr, first: int, count: int) -> Var:

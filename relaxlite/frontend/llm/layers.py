@@ -64,9 +64,9 @@ class Blocks:
 
     @staticmethod
     def of(weight: Weight, name: str) -> Blocks:
-        found = Blocks.stacked([weight], name)
-        operands = (Constant.of(operand.value[0], name=name) for operand in found.operands)
-        return Blocks(tuple(operands), found.coding, None if found.order is None else found.order[0])
+        result = Blocks.stacked([weight], name)
+        operands = (Constant.of(operand.value[0], name=name) for operand in result.operands)
+        return Blocks(tuple(operands), result.coding, None if result.order is None else result.order[0])
 
     @staticmethod
     def stacked(weights: Sequence[Weight], name: str) -> Blocks:
@@ -122,9 +122,9 @@ class Decoder:
     def in_function(self, *, is_coarse: bool) -> Decoder:
         """For another function of the module, over the same constants. `is_coarse`: its products with weights in blocks
         may be rounded more, but for those that make keys and values, from which half of the error would come."""
-        found = copy.copy(self)
-        found._tables, found._growth, found._is_coarse = {}, None, is_coarse
-        return found
+        result = copy.copy(self)
+        result._tables, result._growth, result._is_coarse = {}, None, is_coarse
+        return result
 
     def op(self, name: str, *args: Any, **attrs: Any) -> Var:
         return self.bb.emit(get_op(name)(*args, **attrs))
@@ -162,12 +162,12 @@ class Decoder:
     def logits(self, x: Expr) -> Var:
         """[..., vocab]"""
         c = self.config
-        found = self.linear("embed" if c.is_tied else "head", x)
+        result = self.linear("embed" if c.is_tied else "head", x)
         if c.has_head_bias:
-            found = self.op("add", found, self.vector("head_bias"))
+            result = self.op("add", result, self.vector("head_bias"))
         if c.logit_divisor is not None:
-            found = self.op("divide", found, np.float32(c.logit_divisor))
-        return found if c.logit_cap is None else self.capped(found, c.logit_cap)
+            result = self.op("divide", result, np.float32(c.logit_divisor))
+        return result if c.logit_cap is None else self.capped(result, c.logit_cap)
 
     def capped(self, x: Expr, cap: float) -> Var:
         return self.op("multiply", self.op("tanh", self.op("divide", x, np.float32(cap))), np.float32(cap))
@@ -189,25 +189,25 @@ class Decoder:
         """What all heads of a layer found, side by side: [..., heads * width]"""
         c, name, width = self.config, f"layers.{k}", self.config.head_width_of(k)
         kinds = "q" if c.keys_from(k) != k else "qk" if c.is_unvalued(k) else "qkv"
-        found = {kind: self.linear(f"{name}.{kind}", x, c.has_qkv_bias, is_kept=kind != "q") for kind in kinds}
+        result = {kind: self.linear(f"{name}.{kind}", x, c.has_qkv_bias, is_kept=kind != "q") for kind in kinds}
         turned = [kind for kind in kinds if kind != "v"]
         if c.is_qk_norm_joint:
-            found |= {kind: self.norm(f"{name}.{kind}_norm", found[kind]) for kind in turned}
+            result |= {kind: self.norm(f"{name}.{kind}_norm", result[kind]) for kind in turned}
         counts = {"q": c.heads, "k": c.kv_heads_of(k), "v": c.kv_heads_of(k)}
-        found = {kind: self.heads(y, counts[kind], width) for kind, y in found.items()}
-        values = found.get("k" if c.is_unvalued(k) else "v")
+        result = {kind: self.heads(y, counts[kind], width) for kind, y in result.items()}
+        values = result.get("k" if c.is_unvalued(k) else "v")
         rope, is_by_head = c.rope_of(k), c.has_qk_norm and not c.is_qk_norm_joint
         if is_by_head and not c.is_qk_norm_last:
-            found |= {kind: self.norm(f"{name}.{kind}_norm", found[kind]) for kind in turned}
+            result |= {kind: self.norm(f"{name}.{kind}_norm", result[kind]) for kind in turned}
         if rope is not None:
-            found |= {kind: self.rotate(found[kind], positions, rope) for kind in turned}
+            result |= {kind: self.rotate(result[kind], positions, rope) for kind in turned}
         if c.query_growth is not None:
-            found["q"] = self.op("multiply", found["q"], self.growth(positions, *c.query_growth))
+            result["q"] = self.op("multiply", result["q"], self.growth(positions, *c.query_growth))
         if is_by_head and c.is_qk_norm_last:
-            found |= {kind: self.norm(f"{name}.{kind}_norm", found[kind]) for kind in turned}
+            result |= {kind: self.norm(f"{name}.{kind}_norm", result[kind]) for kind in turned}
         if c.has_value_norm and values is not None:
             values = self.unweighted_norm(values)
-        mixed = mix(k, found["q"], found.get("k"), values)
+        mixed = mix(k, result["q"], result.get("k"), values)
         given = self.op("reshape", mixed, (*_dims(mixed)[:-2], c.heads * width))
         if c.has_output_gate:
             given = self.op("multiply", given, self.op("sigmoid", self.linear(f"{name}.q_gate", x)))
@@ -321,8 +321,8 @@ class Decoder:
     def stack(self, names: Sequence[str]) -> Expr:
         """Matrices [n, k] in float32 as one operand [matrices, k, n]."""
         if names[0] not in self._matrices:
-            found = [self._weights[name] for name in names]
-            floats = [w.data if w.block_format is None else w.to_float32() for w in found]
+            result = [self._weights[name] for name in names]
+            floats = [w.data if w.block_format is None else w.to_float32() for w in result]
             self._matrices[names[0]] = Constant.of(np.stack([each.T for each in floats]), name=names[0])
         return self._widened(self._matrices[names[0]])
 
@@ -345,10 +345,10 @@ class Decoder:
         blocks = self.blocks(name)
         if blocks is None:
             return self._widened(self.op("gather", self._weights[name].data, places, axis=0))
-        found = self.op("gather_blocks", places, *blocks.operands, **blocks.coding.attrs)
+        result = self.op("gather_blocks", places, *blocks.operands, **blocks.coding.attrs)
         if blocks.order is None:
-            return found
-        return self.op("gather", found, self._order(np.argsort(blocks.order)), axis=-1)
+            return result
+        return self.op("gather", result, self._order(np.argsort(blocks.order)), axis=-1)
 
     def blocks(self, name: str) -> Blocks | None:
         """A matrix whose numbers lie in blocks, as the ops on blocks take it; None: it has none."""

@@ -30,10 +30,10 @@ def mamba(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
     key, query = (d.channels(mixed, wide + at, c.key_heads, c.key_width) for at in (0, c.key_heads * c.key_width))
     step = d.op("softplus", d.op("add", time, d.vector(f"{name}_step")))
     decay = d.op("multiply", step, d.vector(f"{name}_rate"))
-    found = mix.remembered(k, query, key, value, decay, step)
-    found = d.op("add", found, d.op("multiply", value, d.vector(f"{name}_skip").reshape(-1, 1)))
+    result = mix.remembered(k, query, key, value, decay, step)
+    result = d.op("add", result, d.op("multiply", value, d.vector(f"{name}_skip").reshape(-1, 1)))
     gate = d.linear(f"{name}_gate", x, c.has_bias)
-    gated = d.op("multiply", d.op("reshape", found, (*lead, wide)), d.silu(gate))
+    gated = d.op("multiply", d.op("reshape", result, (*lead, wide)), d.silu(gate))
     # of the heads that share keys, together
     groups = d.op("reshape", gated, (*lead, c.key_heads, wide // c.key_heads))
     ones = np.ones(wide // c.key_heads, np.float32)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from relaxlite.frontend.llm.layers import Decoder
 
 _KINDS = ("gate", "up", "down")
-_LEAST = 1e-20  # of what shares are of (DeepSeek-V3)
+_MIN = 1e-20  # of what shares are of (DeepSeek-V3)
 
 
 def mixture(d: Decoder, name: str, experts: Experts, x: Expr, routed: Expr) -> Var:
@@ -63,7 +63,7 @@ def _choices(d: Decoder, name: str, experts: Experts, x: Expr) -> tuple[Var, Var
     if experts.is_normed:
         total = d.op("sum", weights, axes=(-1,), keepdims=True)
         if experts.scores == "sigmoid":  # whose sum may be 0
-            total = d.op("add", total, np.float32(_LEAST))
+            total = d.op("add", total, np.float32(_MIN))
         weights = d.op("divide", weights, total)
     if experts.scale != 1:
         weights = d.op("multiply", weights, np.float32(experts.scale))
@@ -98,11 +98,11 @@ def _together(d: Decoder, name: str, experts: Experts, x: Expr, choices: tuple[V
 
     def linear(kind: str, given: Expr) -> Var:
         names = _matrices(name, experts, kind)
-        found = d.grouped(names, given, spans, own)
+        result = d.grouped(names, given, spans, own)
         if not experts.has_bias:
-            return found
+            return result
         biases = np.stack([d.vector(f"{each}_bias") for each in names])
-        return d.op("add", found, d.op("gather", biases, own, axis=0))
+        return d.op("add", result, d.op("gather", biases, own, axis=0))
 
     given = d.gated_by(linear, d.op("gather", x, tokens, axis=0))
     return d.op("add", total, d.op("sum_rows", given, places, weights))
@@ -114,8 +114,8 @@ def _one_by_one(d: Decoder, name: str, experts: Experts, x: Expr, choices: tuple
     takes, shares = _routed(d, experts, choices)
     counts = _counts(d, experts, takes, rows)
     for e, count in enumerate(counts):
-        found = d.op("nonzero_fill", _row(d, takes, e, rows), (count,))
-        tokens = d.op("reshape", found, (count,))
+        result = d.op("nonzero_fill", _row(d, takes, e, rows), (count,))
+        tokens = d.op("reshape", result, (count,))
         given = d.gated(f"{name}.experts.{e}", d.op("gather", x, tokens, axis=0), experts.has_bias)
         share = d.op("gather", _row(d, shares, e, rows), tokens, axis=0)
         weighted = d.op("multiply", given, d.op("expand_dims", share, axes=(1,)))
@@ -146,11 +146,11 @@ def _shared(d: Decoder, name: str, experts: Experts, x: Expr) -> Var:
     if experts.shared is None:
         assert isinstance(x.ty, TensorType) and x.ty.shape is not None
         return d.op("full", x.ty.shape, np.float32(0))
-    found = d.gated(f"{name}.shared", x)
+    result = d.gated(f"{name}.shared", x)
     if not experts.has_shared_gate:
-        return found
+        return result
     gate = d.op("matmul", x, d.vector(f"{name}.shared_router").reshape(-1, 1))
-    return d.op("multiply", found, d.op("sigmoid", gate))
+    return d.op("multiply", result, d.op("sigmoid", gate))
 
 
 def _row(d: Decoder, table: Expr, row: int, size: SymExpr) -> Var:

@@ -72,9 +72,9 @@ def quantize(weight: Weight, kind: str, name: str = "weight") -> Weight:
         if not np.isfinite(rows).all():
             raise ImportModelError(f"weight {name} has values that are not finite; it cannot be quantized")
         with np.errstate(over="ignore"):
-            found = QUANTIZERS[kind](rows.reshape(-1, block.size))
-        packed[at : at + step] = found.reshape(len(rows), -1)
-        _, *numbers = block.decode(found)
+            result = QUANTIZERS[kind](rows.reshape(-1, block.size))
+        packed[at : at + step] = result.reshape(len(rows), -1)
+        _, *numbers = block.decode(result)
         if any(number is not None and np.isinf(number.values).any() for number in numbers):
             raise ImportModelError(f"weight {name} has values too large for blocks of float16: up to {abs(rows).max()}")
     return Weight(packed, weight.shape, kind)

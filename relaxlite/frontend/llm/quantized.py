@@ -78,8 +78,8 @@ class GroupedWeight:
         grouped *= self.scales.to_float32()[:, :, None]
         if self.offsets is not None:
             grouped += self.offsets.to_float32()[:, :, None]
-        found = grouped.reshape(n, k)
-        return found if self.order is None else found[:, np.argsort(self.order)]
+        array = grouped.reshape(n, k)
+        return array if self.order is None else array[:, np.argsort(self.order)]
 
 
 Rows: TypeAlias = "slice | Array"

@@ -17,9 +17,9 @@ from relaxlite.records import dataclass
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 FLOATS = ("float16", "bfloat16", "float32")
-_MOST = 65504.0  # in float16
+_MAX = 65504.0  # in float16
 _AT_ONCE = 1 << 17  # numbers that are widened while caches hold them
-_LEAST = 2.0**-10  # the largest number of a matrix whose float16 are fine enough: what is lost is 2**-25
+_MIN = 2.0**-10  # the largest number of a matrix whose float16 are fine enough: what is lost is 2**-25
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,21 @@ class Module:
 
     def part(self, name: str, kinds: tuple[str, ...], rank: int = 2) -> Array:
         """ImportModelError: it is missing, empty, of another type or rank."""
-        found = self.parts.get(name)
-        if found is None:
+        result = self.parts.get(name)
+        if result is None:
             raise self.error(f"{name} is missing")
-        if found.dtype.name not in kinds or found.ndim != rank or found.size == 0:
+        if result.dtype.name not in kinds or result.ndim != rank or result.size == 0:
             raise self.error(f"{name} must be {' or '.join(kinds)} of rank {rank}, and not be empty")
-        return found
+        return result
 
     def integer(self, name: str) -> int | None:
         """A positive integer of the settings; None: they do not say."""
-        found = self.settings.get(name)
-        if found is None or found == -1:
+        setting = self.settings.get(name)
+        if setting is None or setting == -1:
             return None
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise self.error(f"{name} = {found!r} must be a positive integer")
-        return found
+        if not isinstance(setting, int) or isinstance(setting, bool) or setting < 1:
+            raise self.error(f"{name} = {setting!r} must be a positive integer")
+        return setting
 
     def need(self, name: str, shape: tuple[int, ...]) -> None:
         """ImportModelError: a part has another shape."""
@@ -66,24 +66,24 @@ class Module:
 def in_floats(shape: tuple[int, int], peak: float, nbytes: int, read: Callable[[Array], Array]) -> Weight:
     """What `read` says in float32 of rows of some numbers, rounded to float16 where the largest of all, `peak`, fits
     well: that keeps three bits more than bfloat16."""
-    dtype = np.dtype(np.float16 if _LEAST <= peak < _MOST or peak == 0 else np.float32)
+    dtype = np.dtype(np.float16 if _MIN <= peak < _MAX or peak == 0 else np.float32)
     step = max(1, _AT_ONCE // shape[1])
 
     def rounded(rows: Rows) -> Array:
         numbers = np.arange(shape[0])[rows]
-        found = np.empty((len(numbers), shape[1]), dtype)
+        array = np.empty((len(numbers), shape[1]), dtype)
 
         def fill(at: int) -> None:
-            found[at : at + step] = read(numbers[at : at + step])
+            array[at : at + step] = read(numbers[at : at + step])
 
         with ThreadPoolExecutor(compile_threads(), "relaxlite-dequantize") as pool:
             list(pool.map(fill, range(0, len(numbers), step)))
-        return found
+        return array
 
     return Weight(PackedRows.of(shape[0], nbytes, rounded), shape)
 
 
 def peak_of(numbers: Array) -> float:
     """The largest magnitude; infinite where one is no number."""
-    found = float(np.abs(numbers.astype(np.float32)).max(initial=0))
-    return found if np.isfinite(found) else np.inf
+    result = float(np.abs(numbers.astype(np.float32)).max(initial=0))
+    return result if np.isfinite(result) else np.inf

@@ -55,9 +55,9 @@ def read_fp8(module: Module) -> Weight:
     codes = weight.view(np.uint8)
 
     def read(rows: Array) -> Array:
-        found = np.take(numbers, codes[rows])
-        found *= scales[rows // rows_of].repeat(columns_of, axis=1)[:, :k]
-        return found
+        result = np.take(numbers, codes[rows])
+        result *= scales[rows // rows_of].repeat(columns_of, axis=1)[:, :k]
+        return result
 
     peak = peak_of(scales) * float(ml_dtypes.finfo(weight.dtype).max)
     return in_floats((n, k), peak, weight.nbytes + scales.nbytes, read)
@@ -69,16 +69,16 @@ def _block(module: Module, shape: tuple[int, ...], scales: tuple[int, ...]) -> t
     sizes = said if isinstance(said, list) and len(said) == 2 else [1, 1]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise module.error(f"weight_block_size = {said!r} must be two positive integers")
-    found = []
+    result = []
     for axis, size, count in zip(shape, sizes, scales, strict=False):
         if -(-axis // size) != count:
             size = max(axis // count, 1)  # of all, or of a group
         if -(-axis // size) != count:
             raise module.error(f"scales {scales} are none of blocks {tuple(sizes)} of {shape}")
-        found.append(size)
+        result.append(size)
     if len(scales) != 2:
         raise module.error(f"scales {scales} must have as many dimensions as the weight")
-    return found[0], found[1]
+    return result[0], result[1]
 
 
 def read_packed_floats(module: Module) -> Weight:
@@ -127,12 +127,12 @@ def read_4bit(module: Module) -> Weight:
     both = table[np.stack([np.arange(256) >> 4, np.arange(256) & 15], axis=1)].view(np.uint64)[:, 0]  # of each byte
 
     def read(rows: Array) -> Array:
-        found = np.take(both, pairs[rows]).view(np.float32)
+        result = np.take(both, pairs[rows]).view(np.float32)
         if k % size == 0:
-            found *= peaks.reshape(n, -1)[rows].astype(np.float32).repeat(size, axis=1)
+            result *= peaks.reshape(n, -1)[rows].astype(np.float32).repeat(size, axis=1)
         else:
-            found *= peaks[(rows[:, None] * k + columns) // size].astype(np.float32)
-        return found
+            result *= peaks[(rows[:, None] * k + columns) // size].astype(np.float32)
+        return result
 
     nbytes = sum(part.nbytes for part in module.parts.values())
     return in_floats((n, k), peak_of(peaks) * peak_of(table), nbytes, read)
@@ -163,5 +163,5 @@ def _nested(module: Module, state: dict[str, Any]) -> Array:
     size = state.get("nested_blocksize", 256)
     if len(table) != 256 or len(peaks) != -(-len(codes) // size):
         raise module.error(f"weight.nested_absmax must have a number for each {size} of {len(codes)} blocks")
-    found = table[codes] * peaks[np.arange(len(codes)) // size]
-    return np.asarray(found + np.float32(state.get("nested_offset", 0.0)), np.float32)
+    result = table[codes] * peaks[np.arange(len(codes)) // size]
+    return np.asarray(result + np.float32(state.get("nested_offset", 0.0)), np.float32)

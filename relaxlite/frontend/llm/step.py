@@ -27,6 +27,7 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.frontend.llm.checkpoint import Checkpoint
 from relaxlite.frontend.llm.config import DecoderConfig, Experts
 from relaxlite.frontend.llm.layers import Decoder
+from relaxlite.ir.attributes import BATCH_INVARIANT, DONATED, EXPORTED, INPUT_NAMES, OUTPUT_NAMES, RELAXED_PRECISION
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, Expr, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
@@ -40,12 +41,8 @@ BLOCK_ROWS = 64  # queries times heads that share keys
 STEP_TOKENS = 512
 CHUNK = 128
 ROWS_OF_EXPERT = 64  # measured: 0.92 of the speed of 128, 32 have 0.82 of it, 8 have 0.37
-MOST_PARTS = 1024  # that blocks come in beyond one each: four of each of 256 threads
+MAX_PARTS = 1024  # that blocks come in beyond one each: four of each of 256 threads
 CACHE_DTYPES = ("float32", "float16", "int8")
-DONATED = "donated"  # as passes/memory/donate.py calls it
-EXPORTED = "exported"  # as passes/graph/reachable.py does
-COARSE = "coarse"  # as passes/products/int16_products.py does
-BATCH_INVARIANT = "batch_invariant"  # as passes/products/choice.py does
 ENTRY, FILL = "main", "fill"
 POOLS = ("keys_", "values_", "key_scales_", "value_scales_", "convolved_")
 STATES = ("tails_", "states_")  # pools too, with a slot for each state
@@ -73,8 +70,8 @@ def build_step(
         types = _parameters(bb, config, page, cache_dtype, step_tokens, has_wanted=name == ENTRY)
         given = [k for k, parameter in enumerate(types) if parameter.startswith((*POOLS, *STATES))]
         outputs = ("logits",) if name == ENTRY else ()
-        marks = {EXPORTED: True, COARSE: True} if name == FILL else {}
-        names = {"input_names": tuple(types), "output_names": (*outputs, *list(types)[given[0] :])}
+        marks = {EXPORTED: True, RELAXED_PRECISION: True} if name == FILL else {}
+        names = {INPUT_NAMES: tuple(types), OUTPUT_NAMES: (*outputs, *list(types)[given[0] :])}
         attrs = Attrs({DONATED: tuple(given), **names, **marks})
         with bb.function(name, attrs, **types) as params:
             of = dict(zip(types, params, strict=True))
@@ -108,7 +105,7 @@ def _parameters(
 ) -> dict[str, TensorType]:
     n = bb.symbol("n", lower=1, upper=step_tokens)
     batch = bb.symbol("batch", lower=1, upper=step_tokens)
-    blocks = bb.symbol("blocks", lower=1, upper=step_tokens + MOST_PARTS)
+    blocks = bb.symbol("blocks", lower=1, upper=step_tokens + MAX_PARTS)
     context_pages = bb.symbol("context_pages", lower=1, upper=-(-config.context // page))
     types = {
         "tokens": TensorType.of((n,), "int64"),
@@ -143,23 +140,23 @@ def _pools(layer: int, pages: SymVar, config: DecoderConfig, page: int, dtype: s
         kept = "float16" if dtype == "float16" else "float32"
         return {f"convolved_{layer}": TensorType.of((1, pages, page, config.hidden), kept)}
     heads, width = config.kv_heads_of(layer), config.head_width_of(layer)
-    found = {
+    result = {
         f"keys_{layer}": TensorType.of((heads, pages, width, page), dtype),
         f"values_{layer}": TensorType.of((heads, pages, page, config.value_width_of(layer)), dtype),
     }
     if dtype == "int8":
         for name in ("key_scales", "value_scales"):
-            found[f"{name}_{layer}"] = TensorType.of((heads, pages, page, 1), "float32")
-    return found
+            result[f"{name}_{layer}"] = TensorType.of((heads, pages, page, 1), "float32")
+    return result
 
 
 @lru_cache(maxsize=4)  # one array of all layers, which a compiled model then holds once
 def _signs(width: int, size: int) -> np.ndarray[Any, Any]:
     """Random signs, as large as a Walsh-Hadamard matrix of `size` needs to be orthogonal."""
-    found = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), width) / size**0.5
-    found = found.astype(np.float32)
-    found.flags.writeable = False
-    return found
+    array = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), width) / size**0.5
+    array = array.astype(np.float32)
+    array.flags.writeable = False
+    return array
 
 
 @dataclass(slots=True)
@@ -195,11 +192,11 @@ class Cached:
         d, (keys, values, *scales) = self.decoder, (self.pools[name] for name in names)
         assert isinstance(keys.ty, TensorType)
         (k, key_scale), (v, value_scale) = (self._stored(x, keys.ty.dtype) for x in (k, v))
-        made = [d.op("kv_append", keys, k, self.slots, turned=True), d.op("kv_append", values, v, self.slots)]
+        result = [d.op("kv_append", keys, k, self.slots, turned=True), d.op("kv_append", values, v, self.slots)]
         if scales:
             news = zip(scales, (key_scale, value_scale), strict=True)
-            made += [d.op("kv_append", pool, new, self.slots) for pool, new in news]
-        self.pools |= zip(names, made, strict=True)
+            result += [d.op("kv_append", pool, new, self.slots) for pool, new in news]
+        self.pools |= zip(names, result, strict=True)
 
     def convolved(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
         d, name = self.decoder, f"convolved_{layer}"
@@ -221,8 +218,8 @@ class Cached:
     def _with_state(self, op: str, name: str, *operands: Any, **attrs: Any) -> Var:
         """What an op gives whose state lies in that pool, which then has the new one."""
         both = self.decoder.op(op, *operands, self.pools[name], self.spans, **attrs)
-        found, self.pools[name] = (self.decoder.bb.emit(TupleGetItem(both, k)) for k in (0, 1))
-        return found
+        result, self.pools[name] = (self.decoder.bb.emit(TupleGetItem(both, k)) for k in (0, 1))
+        return result
 
     def _rotated(self, x: Expr) -> Expr:
         """Times an orthogonal matrix: queries and keys that both are have the same products, and no element of a key is

@@ -19,21 +19,21 @@ class Stacked(Tuple):
 def only_appends(body: GraphProto, k: int) -> bool:
     """Whether the body of a loop does nothing with value k, a sequence, but to insert a tensor at its end."""
     before, after = body.input[k + 2].name, body.output[k + 1].name
-    made = [node for node in body.node if after in node.output]
+    nodes = [node for node in body.node if after in node.output]
     read = names_read_by(node for node in body.node if after not in node.output)
     yielded = [output.name for output in body.output]
-    if not made or {before, after} & read or before in yielded or yielded.count(after) > 1:
+    if not nodes or {before, after} & read or before in yielded or yielded.count(after) > 1:
         return False
-    return made[0].op_type == "SequenceInsert" and made[0].input[0] == before and not any(made[0].input[2:])
+    return nodes[0].op_type == "SequenceInsert" and nodes[0].input[0] == before and not any(nodes[0].input[2:])
 
 
 def yielding_elements(body: GraphProto, lists: Collection[int]) -> GraphProto:
     """The body with what it appends to these values in place of the lists."""
     if not lists:
         return body
-    made = GraphProto()
-    made.CopyFrom(body)
+    graph_proto = GraphProto()
+    graph_proto.CopyFrom(body)
     for k in lists:
-        after = made.output[k + 1].name
-        made.output[k + 1].name = next(node.input[1] for node in made.node if after in node.output)
-    return made
+        after = graph_proto.output[k + 1].name
+        graph_proto.output[k + 1].name = next(node.input[1] for node in graph_proto.node if after in node.output)
+    return graph_proto

@@ -18,12 +18,12 @@ def score_masks(
     """`mask`: see `_padding_mask`; `bias`: (b or 1, h or 1, s, keys), to be added as it is. `is_self`: those of
     Attention, which come in more forms."""
     (_, _, queries, _), keys = n.shape_of(q), n.shape_of(k)[2]
-    found = [] if mask is None else _padding_mask(n, mask, q, keys, low, is_self)
+    result = [] if mask is None else _padding_mask(n, mask, q, keys, low, is_self)
     if causal:
-        found.append(_causal(n, q, keys))
+        result.append(_causal(n, q, keys))
     if bias is not None:
-        found.append(sized(n, bias, {2: queries, 3: keys}, "the bias of the scores"))
-    return found
+        result.append(sized(n, bias, {2: queries, 3: keys}, "the bias of the scores"))
+    return result
 
 
 def _causal(n: Node, q: Expr, keys: SymExpr) -> Expr:

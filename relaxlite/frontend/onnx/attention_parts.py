@@ -120,7 +120,7 @@ def rotated(n: Node, x: Expr, places: Expr, cos: Expr, sin: Expr, interleaved: b
     imaginary = n.emit(ops.add(n.emit(ops.multiply(a, tables[1])), n.emit(ops.multiply(b, tables[0]))))
     if interleaved:
         pairs = [n.emit(ops.expand_dims(v, axes=(4,))) for v in (real, imaginary)]
-        made = n.emit(ops.reshape(n.emit(ops.concat(*pairs, axis=4)), (*n.shape_of(x)[:3], turned)))
+        result = n.emit(ops.reshape(n.emit(ops.concat(*pairs, axis=4)), (*n.shape_of(x)[:3], turned)))
     else:
-        made = n.emit(ops.concat(real, imaginary, axis=3))
-    return made if rest is None else n.emit(ops.concat(made, rest, axis=3))
+        result = n.emit(ops.concat(real, imaginary, axis=3))
+    return result if rest is None else n.emit(ops.concat(result, rest, axis=3))

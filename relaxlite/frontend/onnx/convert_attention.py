@@ -172,5 +172,5 @@ def rotary_embedding(n: Node) -> Result:
         places = n.emit(ops.expand_dims(n.emit(ops.add(first, positions(n, length))), axes=(0,)))
     half = sym(width // 2) if width else n.shape(2)[1]
     cos, sin = (of_sizes(n, i, {1: half}) for i in (2, 3))
-    made = rotated(n, x, places, cos, sin, interleaved, width)
-    return merge_heads(n, made) if flat else made
+    result = rotated(n, x, places, cos, sin, interleaved, width)
+    return merge_heads(n, result) if flat else result

@@ -19,7 +19,7 @@ from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.op import get_op
-from relaxlite.ir.ops.block_codes import PLANES, fills_words, pack_codes
+from relaxlite.ir.ops.block_codes import BIT_PLANES, fills_words, pack_codes
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -42,8 +42,8 @@ def matmul_nbits(n: Node) -> Result:
         weight: Expr = _in_floats(n, codes, zeros, np.arange(depth) // block)
     else:
         scale = n.emit(ops.reshape(n.input(2), (width, blocks)))
-        made = ops.dequantize_linear(Constant.of(codes), scale, Constant.of(zeros), axis=1, block_size=block)
-        weight = n.emit(made)
+        result = ops.dequantize_linear(Constant.of(codes), scale, Constant.of(zeros), axis=1, block_size=block)
+        weight = n.emit(result)
     product = emit_matmul(n, n.input(0), n.emit(ops.transpose(weight, axes=(1, 0))))
     return product if n.optional(5) is None else ops.add(product, n.input(5))
 
@@ -67,8 +67,8 @@ def _in_floats(n: Node, codes: Array, zeros: Array, groups: Array) -> Constant:
     if given.shape != groups.shape or given.min(initial=0) < 0 or given.max(initial=0) >= zeros.shape[1]:
         n.fail(f"group indices must be {groups.size} numbers from 0 to {zeros.shape[1] - 1}")
     spread = scales.reshape(zeros.shape).astype(np.float32)[:, given]
-    made = (codes.astype(np.float32) - zeros.astype(np.float32)[:, given]) * spread
-    return Constant.of(made.astype(scales.dtype))
+    result = (codes.astype(np.float32) - zeros.astype(np.float32)[:, given]) * spread
+    return Constant.of(result.astype(scales.dtype))
 
 
 @onnx_op("GatherBlockQuantized", domain=MICROSOFT)
@@ -94,8 +94,8 @@ def gather_block_quantized(n: Node) -> Result:
     scales, indices = n.input(2), n.input(1)
     kept = _in_words(n, data, zeros, bits, block) if (axis, along, data.ndim) == (0, 1, 2) else None
     if kept is not None:
-        found = n.emit(get_op("gather_blocks")(indices, *kept[:-1], bits=bits, zero=kept[-1]))
-        return found if n.dtype(2) == "float32" else ops.cast(found, dtype=n.dtype(2))
+        result = n.emit(get_op("gather_blocks")(indices, *kept[:-1], bits=bits, zero=kept[-1]))
+        return result if n.dtype(2) == "float32" else ops.cast(result, dtype=n.dtype(2))
     rows = [n.emit(ops.gather(x, indices, axis=axis)) for x in (Constant.of(data), scales)]
     zero = () if zeros is None else (n.emit(ops.gather(Constant.of(zeros), indices, axis=axis)),)
     moved = along + n.rank(1) - 1 if along > axis else along
@@ -107,7 +107,7 @@ def _in_words(n: Node, codes: Array, zeros: Array | None, bits: int, block: int)
     scales = n.const(2)
     assert scales is not None
     rows = codes.shape[1]
-    is_whole = rows == block * scales.shape[1] and bits in PLANES and fills_words(rows, block, bits)
+    is_whole = rows == block * scales.shape[1] and bits in BIT_PLANES and fills_words(rows, block, bits)
     if not is_whole or codes.dtype != np.uint8 or zeros is None:
         return None
     is_one = bool((zeros == zeros.flat[0]).all())

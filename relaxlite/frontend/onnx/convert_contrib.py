@@ -179,8 +179,8 @@ def embed_layer_norm(n: Node) -> Result:
     total = n.emit(ops.add(total, row))
     if n.optional(1) is not None and n.optional(4) is not None:
         total = n.emit(ops.add(total, n.emit(ops.gather(n.input(4), n.input(1), axis=0))))
-    made = n.emit(ops.layer_norm(total, n.input(5), n.input(6), axis=-1, epsilon=n.float("epsilon", 1e-12)))
-    return made, _lengths(n, n.optional(7)), total
+    result = n.emit(ops.layer_norm(total, n.input(5), n.input(6), axis=-1, epsilon=n.float("epsilon", 1e-12)))
+    return result, _lengths(n, n.optional(7)), total
 
 
 @onnx_op("QEmbedLayerNormalization", domain=MICROSOFT)
@@ -196,8 +196,8 @@ def quantized_embed_layer_norm(n: Node) -> Result:
     if n.optional(1) is not None and n.optional(4) is not None:
         total = n.emit(ops.add(total, looked_up(4, n.input(1))))
     gamma, beta = (n.emit(ops.dequantize_linear(n.input(k), n.input(k + 6), n.input(k + 11))) for k in (5, 6))
-    made = n.emit(ops.layer_norm(total, gamma, beta, axis=-1, epsilon=n.float("epsilon", 1e-12)))
-    return made, _lengths(n, n.optional(7))
+    result = n.emit(ops.layer_norm(total, gamma, beta, axis=-1, epsilon=n.float("epsilon", 1e-12)))
+    return result, _lengths(n, n.optional(7))
 
 
 def _lengths(n: Node, mask: Expr | None) -> Expr | None:
@@ -289,8 +289,8 @@ def qlinear_where(n: Node) -> Result:
 @onnx_op("QLinearSigmoid", "QLinearLeakyRelu", domain=MICROSOFT)
 def qlinear_unary(n: Node) -> Result:
     x = n.emit(_dequantized(n, 0))
-    made = ops.sigmoid(x) if n.op_type == "QLinearSigmoid" else ops.leaky_relu(x, alpha=n.float("alpha", 0.01))
-    return _quantized(n, n.emit(made), 3)
+    result = ops.sigmoid(x) if n.op_type == "QLinearSigmoid" else ops.leaky_relu(x, alpha=n.float("alpha", 0.01))
+    return _quantized(n, n.emit(result), 3)
 
 
 @onnx_op("QLinearSoftmax", domain=MICROSOFT)
@@ -314,10 +314,10 @@ def qlinear_average_pool(n: Node) -> Result:
     if last:
         x = n.emit(ops.transpose(x, axes=(0, rank - 1, *range(1, rank - 1))))
     pads, attrs = pool(n, n.shape_of(x)[2:])
-    made = n.emit(ops.avg_pool(x, pads, count_include_pad=n.flag("count_include_pad"), **attrs))
+    result = n.emit(ops.avg_pool(x, pads, count_include_pad=n.flag("count_include_pad"), **attrs))
     if last:
-        made = n.emit(ops.transpose(made, axes=(0, *range(2, rank), 1)))
-    return _quantized(n, made, 3)
+        result = n.emit(ops.transpose(result, axes=(0, *range(2, rank), 1)))
+    return _quantized(n, result, 3)
 
 
 @onnx_op("QGemm", domain=MICROSOFT)
@@ -328,12 +328,12 @@ def qgemm(n: Node) -> Result:
     for name, k in (("transA", 0), ("transB", 3)):
         x = n.emit(ops.transpose(n.input(k), axes=(1, 0))) if n.flag(name) else n.input(k)
         operands.append(n.emit(ops.dequantize_linear(x, n.input(k + 1), n.optional(k + 2), axis=1)))
-    made = emit_matmul(n, *operands)
+    matmul = emit_matmul(n, *operands)
     if bias is not None:
         scale = n.emit(ops.multiply(n.input(1), n.input(4)))
-        made = n.emit(ops.add(made, n.emit(ops.dequantize_linear(bias, scale, axis=-1))))
-    made = made if alpha == 1.0 else n.emit(scaled(n, made, alpha))
-    return made if n.optional(7) is None else _quantized(n, made, 7)
+        matmul = n.emit(ops.add(matmul, n.emit(ops.dequantize_linear(bias, scale, axis=-1))))
+    matmul = matmul if alpha == 1.0 else n.emit(scaled(n, matmul, alpha))
+    return matmul if n.optional(7) is None else _quantized(n, matmul, 7)
 
 
 @onnx_op("QLinearConcat", domain=MICROSOFT)

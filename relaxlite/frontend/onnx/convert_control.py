@@ -251,18 +251,18 @@ class _LoopBody:
         if not stacked and not self.last:
             return []
         marker = SymVar("outer").serial
-        found: list[Expr] = []
+        exprs: list[Expr] = []
 
         def make(params: Sequence[Var]) -> Outputs:
-            cond, outputs, found[:] = self.convert(params[0], params[1:])
+            cond, outputs, exprs[:] = self.convert(params[0], params[1:])
             return cond, [params[0], *outputs]
 
         with n.bb.body(), n.resolver.scope():
             labels = ["iteration", *(self.names[k] for k in self.carried)]
             n.importer.flow.loop(TRUE, [ZERO, *(self.inits[k] for k in self.carried)], labels, make)
         count = len(self.last)
-        lasts = [self._last(k, x, marker) for k, x in zip(self.last, found, strict=False)]
-        stacks = _stacks(n, found[count:], stacked, marker)
+        lasts = [self._last(k, x, marker) for k, x in zip(self.last, exprs, strict=False)]
+        stacks = _stacks(n, exprs[count:], stacked, marker)
         for stack in stacks[: len(self.lists)]:
             if stack.is_flat:
                 n.fail(f"what the loop appends to sequence '{stack.name}' has sizes that only the loop knows")

@@ -80,8 +80,8 @@ def non_max_suppression(n: Node) -> Result:
         n.input(k) if n.optional(k) is not None else Constant.of(np.float32(value))
         for k, value in ((3, 0.0), (4, -np.inf))
     ]
-    found = ops.non_max_suppression(boxes, scores, *thresholds, (limit,), center_point_box=n.flag("center_point_box"))
-    return _matched(n, found, (n.importer.symbols.fresh(f"{n.proto.output[0]}_count"), 3))
+    result = ops.non_max_suppression(boxes, scores, *thresholds, (limit,), center_point_box=n.flag("center_point_box"))
+    return _matched(n, result, (n.importer.symbols.fresh(f"{n.proto.output[0]}_count"), 3))
 
 
 @onnx_op("ArrayFeatureExtractor", domain="ai.onnx.ml")

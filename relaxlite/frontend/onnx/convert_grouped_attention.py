@@ -143,11 +143,11 @@ def _normed(n: Node, q: Expr, k: Expr) -> tuple[Expr, Expr]:
     epsilons = [n.float(name, common) for name in ("q_norm_epsilon", "k_norm_epsilon")]
     if n.optional(14) is None:
         return q, k
-    made = [
+    result = [
         n.emit(ops.rms_norm(x, of_sizes(n, i, {0: n.shape_of(x)[3]}), axis=-1, epsilon=epsilon))
         for x, i, epsilon in zip((q, k), (14, 15), epsilons, strict=True)
     ]
-    return made[0], made[1]
+    return result[0], result[1]
 
 
 def _rotary_places(n: Node, rows: _Rows, places: Expr) -> Expr:

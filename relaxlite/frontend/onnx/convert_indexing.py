@@ -73,9 +73,9 @@ def _range_count(n: Node) -> SymExpr:
             start, limit = n.shape_values(0)[0], n.shape_values(1)[0]
             count = ceildiv(limit - start, step) if step > 0 else ceildiv(start - limit, -step)
             return count if PROVER.can_prove_le(0, count) else smax(count, 0)
-    found = _ratio_count(n)
-    if found is not None:
-        return found
+    result = _ratio_count(n)
+    if result is not None:
+        return result
     wide = [n.emit(ops.cast(n.input(k), dtype="float64")) for k in range(3)]
     length = n.emit(ops.divide(n.emit(ops.subtract(wide[1], wide[0])), wide[2]))
     count_ = n.emit(ops.maximum(n.emit(ops.cast(n.emit(ops.ceil(length)), dtype="int64")), np.int64(0)))
@@ -86,10 +86,10 @@ def _ratio_count(n: Node) -> SymExpr | None:
     """From floats that are fractions of symbols, as in a range over a size that was cast to floats."""
     if not dtypes.is_float(n.dtype()):
         return None
-    found = [n.resolver.ratios(n.input(k)) for k in range(3)]
-    if any(v is None for v in found):
+    result = [n.resolver.ratios(n.input(k)) for k in range(3)]
+    if any(v is None for v in result):
         return None
-    start, limit, delta = (v.reshape(-1)[0] for v in found)
+    start, limit, delta = (v.reshape(-1)[0] for v in result)
     step = delta.num.const if delta.num.is_const else 0
     if step == 0:
         return None

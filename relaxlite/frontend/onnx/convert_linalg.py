@@ -49,9 +49,9 @@ def gemm(n: Node) -> Result:
     c = n.optional(2)
     if c is None or beta == 0.0:
         return product
-    made = n.emit(product)
-    added = _fitted(n, c if beta == 1.0 else n.emit(scaled(n, c, beta)), n.shape_of(made))
-    return ops.add(made, added)
+    result = n.emit(product)
+    added = _fitted(n, c if beta == 1.0 else n.emit(scaled(n, c, beta)), n.shape_of(result))
+    return ops.add(result, added)
 
 
 def _fitted(n: Node, x: Expr, target: Shape) -> Expr:

@@ -28,10 +28,10 @@ def kernel_of(n: Node, weight: int = 1) -> Shape:
 
 
 def per_axis(n: Node, name: str, count: int) -> tuple[int, ...]:
-    found = n.ints(name, None) or (1,) * count
-    if len(found) != count:
-        n.fail(f"attribute '{name}' must have {count} values, one per spatial dimension, got {len(found)}")
-    return found
+    result = n.ints(name, None) or (1,) * count
+    if len(result) != count:
+        n.fail(f"attribute '{name}' must have {count} values, one per spatial dimension, got {len(result)}")
+    return result
 
 
 def conv_attributes(n: Node, weight: int = 1) -> tuple[Shape, dict[str, Any]]:
@@ -186,8 +186,8 @@ def max_unpool(n: Node) -> Result:
     full = (*dims[:2], *spatial)
     zeros = n.emit(ops.full((product(full),), Constant.of(0, n.dtype())))
     flat = [n.emit(ops.reshape(v, (product(dims),))) for v in (indices, x)]
-    made = n.emit(ops.scatter_elements(zeros, flat[0], flat[1], axis=0))
-    placed = ops.reshape(made, full)
+    result = n.emit(ops.scatter_elements(zeros, flat[0], flat[1], axis=0))
+    placed = ops.reshape(result, full)
     if n.optional(2) is None:
         return placed
     after = tuple(t - f for t, f in zip(n.shape_values(2, lower=0), full, strict=True))

@@ -86,9 +86,9 @@ def _batch_norm_training(n: Node) -> Result:
     column = n.emit(ops.reshape(average, (*n.shape_of(average), *(1,) * (n.rank() - 2))))
     centered = n.emit(ops.subtract(x, column))
     variance = n.emit(ops.mean(n.emit(ops.multiply(centered, centered)), axes=axes))
-    made = ops.batch_norm(x, n.input(1), n.input(2), average, variance, epsilon=n.float("epsilon", 1e-5))
+    result = ops.batch_norm(x, n.input(1), n.input(2), average, variance, epsilon=n.float("epsilon", 1e-5))
     running = [_blend(n, n.input(3), average, momentum), _blend(n, n.input(4), variance, momentum)]
-    return made, *running
+    return result, *running
 
 
 def _blend(n: Node, old: Expr, new: Expr, momentum: float) -> Expr:
@@ -173,12 +173,12 @@ def _weighed(n: Node, norm: Op, axis: int, epsilon: float, scale: Expr, bias: Ex
     ones = n.emit(ops.full(tail, Constant.of(1, n.dtype())))
     result: Expr = n.emit(norm(x, ones, axis=axis, epsilon=epsilon))
     for op, weight in zip((ops.multiply, ops.add), weights, strict=False):
-        made: Expr = n.emit(op(result, weight))
-        if len(n.shape_of(made)) == len(dims):
-            made = unify_dims(n.bb, made, dict(enumerate(dims)))
-        if n.shape_of(made) != dims:
+        expr: Expr = n.emit(op(result, weight))
+        if len(n.shape_of(expr)) == len(dims):
+            expr = unify_dims(n.bb, expr, dict(enumerate(dims)))
+        if n.shape_of(expr) != dims:
             n.fail(f"a scale or bias of shape {format_shape(n.shape_of(weight))} cannot be broadcast to x")
-        result = made
+        result = expr
     return result
 
 

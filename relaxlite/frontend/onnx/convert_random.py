@@ -51,9 +51,9 @@ def _normal(n: Node, shape: Shape, seed: int) -> Expr:
 
 
 def _scaled(n: Node, x: Expr, factor: float, offset: float, dtype: str) -> Result:
-    made = n.emit(ops.multiply(x, Constant.of(factor, "float32")))
-    made = n.emit(ops.add(made, Constant.of(offset, "float32")))
-    return made if dtype == "float32" else ops.cast(made, dtype=dtype)
+    result = n.emit(ops.multiply(x, Constant.of(factor, "float32")))
+    result = n.emit(ops.add(result, Constant.of(offset, "float32")))
+    return result if dtype == "float32" else ops.cast(result, dtype=dtype)
 
 
 def _random(n: Node, shape: Shape, dtype: str) -> Result:

@@ -86,8 +86,8 @@ def resize(n: Node) -> Result:
 
 def _is_given(n: Node, index: int) -> bool:
     """Left out, or an empty tensor."""
-    found = n.optional(index)
-    return found is not None and not any(as_int(d) == 0 for d in n.shape_of(found))
+    result = n.optional(index)
+    return result is not None and not any(as_int(d) == 0 for d in n.shape_of(result))
 
 
 def _region(n: Node, axes: tuple[int, ...]) -> tuple[float, ...]:

@@ -35,16 +35,16 @@ def _common(n: Node) -> dict[str, Any]:
         if any(given):
             n.fail("activation_alpha and activation_beta without activations are not supported")
         return attrs
-    made, values = [], ([], [])  # type: tuple[list[str], tuple[list[float], list[float]]]
+    result, values = [], ([], [])  # type: tuple[list[str], tuple[list[float], list[float]]]
     for name in names:
         if name.lower() not in _ACTIVATIONS:
             n.fail(f"activation {name!r} is not known; it must be one of {', '.join(sorted(_ACTIVATIONS))}")
         ours, defaults = _ACTIVATIONS[name.lower()]
-        made.append(ours)
+        result.append(ours)
         for k in (0, 1):
             has = k < len(defaults)
             values[k].append(given[k].pop(0) if has and given[k] else defaults[k] if has else 0.0)
-    return {**attrs, "activations": ",".join(made), "alphas": tuple(values[0]), "betas": tuple(values[1])}
+    return {**attrs, "activations": ",".join(result), "alphas": tuple(values[0]), "betas": tuple(values[1])}
 
 
 def _recurrent(

@@ -15,12 +15,12 @@ from relaxlite.ir.symbolic import as_int, ceildiv, smin, sym
 
 
 def _elements(n: Node, index: int) -> list[Expr]:
-    found = n.input(index)
-    if not isinstance(found, Tuple):
+    result = n.input(index)
+    if not isinstance(result, Tuple):
         n.fail(f"input {index} is a tensor, not a sequence")
-    if isinstance(found, Stacked):
+    if isinstance(result, Stacked):
         n.fail("a sequence that a loop appends to can only be concatenated")
-    return list(found.fields)
+    return list(result.fields)
 
 
 def _position(n: Node, index: int, size: int) -> int:
@@ -69,9 +69,9 @@ def sequence_length(n: Node) -> Result:
 
 @onnx_op("ConcatFromSequence", since=11)
 def concat_from_sequence(n: Node) -> Result:
-    axis, found = n.int("axis"), n.input(0)
-    if isinstance(found, Stacked):
-        return _joined(n, found.fields[0], axis, new_axis=n.flag("new_axis"))
+    axis, result = n.int("axis"), n.input(0)
+    if isinstance(result, Stacked):
+        return _joined(n, result.fields[0], axis, new_axis=n.flag("new_axis"))
     fields = _elements(n, 0)
     if n.flag("new_axis"):
         axis = normalize_axis(n, axis, len(n.shape_of(fields[0])) + 1)
@@ -135,13 +135,13 @@ def optional(n: Node) -> Result:
 
 @onnx_op("OptionalHasElement", since=15)
 def optional_has_element(n: Node) -> Result:
-    found = n.optional(0)
-    return Constant.of(found is not None and not (isinstance(found, Tuple) and not found.fields), "bool")
+    result = n.optional(0)
+    return Constant.of(result is not None and not (isinstance(result, Tuple) and not result.fields), "bool")
 
 
 @onnx_op("OptionalGetElement", since=15)
 def optional_get_element(n: Node) -> Result:
-    found = n.input(0)
-    if isinstance(found, Tuple) and not found.fields:
+    result = n.input(0)
+    if isinstance(result, Tuple) and not result.fields:
         n.fail("the optional value is absent")
-    return found
+    return result

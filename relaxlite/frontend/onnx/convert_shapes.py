@@ -36,10 +36,10 @@ def constant(n: Node) -> Result:
     if n.has("value"):
         tensor = n.tensor("value")
         assert tensor is not None
-        made = Constant(tensor.value, tensor.ty, tensor.name or name)
+        result = Constant(tensor.value, tensor.ty, tensor.name or name)
         if tensor in n.importer.narrow:
-            n.importer.narrow[made] = n.importer.narrow[tensor]
-        return made
+            n.importer.narrow[result] = n.importer.narrow[tensor]
+        return result
     if n.has("sparse_value"):
         sparse = n.sparse_tensor("sparse_value")
         assert sparse is not None
@@ -342,11 +342,11 @@ def space_to_depth(n: Node) -> Result:
     size, mode = n.int("blocksize"), n.text("mode", "DCR")
     if mode not in ("DCR", "CRD"):
         n.fail(f"attribute 'mode' must be DCR or CRD, not {mode!r}")
-    made = ops.space_to_depth(n.input(0), blocksize=size)
+    result = ops.space_to_depth(n.input(0), blocksize=size)
     if mode == "DCR":
-        return made
-    dims = n.shape_of(made)
-    blocks = n.emit(ops.reshape(n.emit(made), (dims[0], size * size, n.shape()[1], *dims[2:])))
+        return result
+    dims = n.shape_of(result)
+    blocks = n.emit(ops.reshape(n.emit(result), (dims[0], size * size, n.shape()[1], *dims[2:])))
     return ops.reshape(n.emit(ops.transpose(blocks, axes=(0, 2, 1, 3, 4))), dims)
 
 

@@ -25,8 +25,8 @@ _WINDOWS = {
 def _window(coefficients: tuple[float, ...], n: Node) -> Result:
     dtype, periodic = n.element_type("output_datatype", "float32"), n.flag("periodic", True)
     wide = dtype if dtypes.is_float(dtype) else "float64"
-    made = ops.cosine_window(n.shape_values(0, lower=0)[:1], coefficients=coefficients, periodic=periodic, dtype=wide)
-    return made if wide == dtype else ops.cast(n.emit(made), dtype=dtype)
+    result = ops.cosine_window(n.shape_values(0, lower=0)[:1], coefficients=coefficients, periodic=periodic, dtype=wide)
+    return result if wide == dtype else ops.cast(n.emit(result), dtype=dtype)
 
 
 for _name, _coefficients in _WINDOWS.items():

@@ -107,8 +107,8 @@ class RatioReader:
     def _computed(self, call: Call) -> Any:
         name, args = call.callee.name, call.args
         if name == "cast" and isinstance(args[0].ty, TensorType) and dtypes.is_integer(args[0].ty.dtype):
-            found = self._resolve(args[0])
-            return None if found is None else _each(lambda v: Ratio(sym(v), 1), found)
+            result = self._resolve(args[0])
+            return None if result is None else _each(lambda v: Ratio(sym(v), 1), result)
         if name == "cast":
             return self.values(args[0])
         if name in _OPS:
@@ -121,10 +121,10 @@ class RatioReader:
         operands = []
         for a in call.args:
             is_float = isinstance(a.ty, TensorType) and dtypes.is_float(a.ty.dtype)
-            found = self.values(a) if is_float else self._bb.known_value(a)
-            if found is None:
+            result = self.values(a) if is_float else self._bb.known_value(a)
+            if result is None:
                 return None
-            operands.append(found if isinstance(a.ty, TensorType) else tuple(found))
+            operands.append(result if isinstance(a.ty, TensorType) else tuple(result))
         try:
             return np.asarray(call.callee.reference(*operands, **call.attrs), dtype=object)  # type: ignore[union-attr]
         except (TypeError, ValueError):
@@ -135,10 +135,10 @@ def _each(function: Callable[..., Any], *arrays: Any) -> Any:
     spread = np.broadcast_arrays(*(np.asarray(a, dtype=object) for a in arrays))
     out = np.empty(spread[0].shape, dtype=object)
     for at in np.ndindex(out.shape):
-        found = function(*(a[at] for a in spread))
-        if found is None:
+        result = function(*(a[at] for a in spread))
+        if result is None:
             return None
-        out[at] = found
+        out[at] = result
     return out
 
 

@@ -89,21 +89,21 @@ class ModelImporter:
         Where none does both, the first that can be imported: declarations are often wrong.
         """
         failed: ImportModelError | None = None
-        found: IRModule | None = None
+        result: IRModule | None = None
         for _ in range(_MAX_CHOICES):
             try:
                 module = self._import(dynamic_shapes, bounds)
                 if _has_declared_ranks(module, self.proto.graph):
                     return module
-                found = found or module
+                result = result or module
             except ImportModelError as error:
                 failed = failed or error
             if not self.choices.next():
                 break
-        if found is None:
+        if result is None:
             assert failed is not None
             raise failed
-        return found
+        return result
 
     def _import(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
         graph, table, bb = self.proto.graph, SymbolTable(bounds), BlockBuilder()
@@ -224,10 +224,10 @@ class GraphImporter:
         return [self._output(o.name, with_sequences) for o in graph.output]
 
     def constant(self, tensor: onnx.TensorProto) -> Constant:
-        made, narrow = self.reader.constant(tensor), narrow_type(tensor.data_type)
+        result, narrow = self.reader.constant(tensor), narrow_type(tensor.data_type)
         if narrow is not None:
-            self.narrow[made] = narrow
-        return made
+            self.narrow[result] = narrow
+        return result
 
     def _output(self, name: str, with_sequences: bool) -> Expr:
         value = self.lookup(name)
@@ -285,24 +285,24 @@ class GraphImporter:
 
     def _attributes(self, proto: onnx.NodeProto) -> dict[str, AttributeProto]:
         """The node's attributes, with those that refer to the surrounding function's replaced by its arguments."""
-        found = {}
+        result = {}
         for attribute in proto.attribute:
-            if attribute.name in found:
+            if attribute.name in result:
                 raise ImportModelError(f"attribute '{attribute.name}' is given twice")
             if not attribute.ref_attr_name:
-                found[attribute.name] = attribute
+                result[attribute.name] = attribute
             elif attribute.ref_attr_name in (self._arguments or {}):
-                found[attribute.name] = (self._arguments or {})[attribute.ref_attr_name]
-        return found
+                result[attribute.name] = (self._arguments or {})[attribute.ref_attr_name]
+        return result
 
     def _narrow_input(self, proto: onnx.NodeProto, inputs: Sequence[Expr | None]) -> NarrowType | None:
         """The narrow type of the inputs, if one is; ImportModelError for an op that cannot take it."""
-        found = next((self.narrow[x] for x in inputs if x is not None and x in self.narrow), None)
-        if found is None or proto.op_type in MOVES:
-            return found
+        result = next((self.narrow[x] for x in inputs if x is not None and x in self.narrow), None)
+        if result is None or proto.op_type in MOVES:
+            return result
         if function_key(proto) in self.model.functions or proto.op_type in CONVERSIONS or proto.op_type in MEASURES:
             return None
-        raise ImportModelError(f"{proto.op_type} of {found.name} is not supported: cast or dequantize it first")
+        raise ImportModelError(f"{proto.op_type} of {result.name} is not supported: cast or dequantize it first")
 
     def _define_outputs(self, proto: onnx.NodeProto, result: Result, narrow: NarrowType | None) -> None:
         values = result if isinstance(result, tuple) else (result,)
@@ -363,8 +363,8 @@ class GraphImporter:
         with self.scope({i.name: v for i, v in zip(graph.input, values, strict=True)}):
             outputs = self.graph(graph, with_sequences=with_sequences)
         self._path, self.bb.loc = saved, outer_loc
-        for found in (self.narrow[x] for x in outputs if x in self.narrow):
-            raise ImportModelError(f"a tensor of {found.name} cannot leave a branch or loop: cast it first")
+        for result in (self.narrow[x] for x in outputs if x in self.narrow):
+            raise ImportModelError(f"a tensor of {result.name} cannot leave a branch or loop: cast it first")
         return outputs
 
 

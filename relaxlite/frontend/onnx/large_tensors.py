@@ -15,7 +15,7 @@ from onnx import StringStringEntryProto, TensorProto
 from relaxlite.records import dataclass
 
 KEY = "relaxlite_range"
-LEAST_FILE, LEAST_TENSOR = 32 << 20, 16 << 10  # bytes; below it is not worth it
+MIN_FILE, MIN_TENSOR = 32 << 20, 16 << 10  # bytes; below it is not worth it
 _GRAPH, _INITIALIZER = 7, 5  # numbers of the fields of ModelProto and GraphProto
 _DATA_TYPE, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 2, 9, 13, 14  # of TensorProto
 _BYTES = 2  # the wire type of what has a length
@@ -62,7 +62,7 @@ def _graph(data: mmap.mmap, graph: _Field) -> bytes:
 
 
 def _is_large_tensor(field: _Field) -> bool:
-    return field.number == _INITIALIZER and field.wire == _BYTES and field.end - field.value >= LEAST_TENSOR
+    return field.number == _INITIALIZER and field.wire == _BYTES and field.end - field.value >= MIN_TENSOR
 
 
 def _tensor(data: mmap.mmap, tensor: _Field) -> bytes:

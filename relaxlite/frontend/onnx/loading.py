@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError
 from relaxlite.frontend.foreign_files import describe_foreign
-from relaxlite.frontend.onnx.large_tensors import LEAST_FILE, without_large_tensors
+from relaxlite.frontend.onnx.large_tensors import MIN_FILE, without_large_tensors
 from relaxlite.records import dataclass
 
 
@@ -42,7 +42,7 @@ def _read(path: Path) -> tuple[bytes, mmap.mmap | None]:
     if not path.exists():
         raise ImportModelError(f"there is no file '{path}'")
     try:
-        if path.stat().st_size < LEAST_FILE:
+        if path.stat().st_size < MIN_FILE:
             return path.read_bytes(), None
         with path.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -83,8 +83,8 @@ class FlowBuilder:
             fields.append(_field_type(left.dtype, known))
             dims.append(known)
         ty = TupleType(tuple(fields))
-        made = self._bb.emit(If(cond, built[0][0], built[1][0], ty, self._bb.loc))
-        return [self._field(made, k, names[k], known) for k, known in enumerate(dims)]
+        result = self._bb.emit(If(cond, built[0][0], built[1][0], ty, self._bb.loc))
+        return [self._field(result, k, names[k], known) for k, known in enumerate(dims)]
 
     def _body(self, make: Callable[[], list[Expr]], fits: Mapping[int, int]) -> tuple[Body, list[TensorType]]:
         """`fits`: outputs of one element to reshape to a rank."""
@@ -124,8 +124,8 @@ class FlowBuilder:
         marker = SymVar("outer").serial
         for _ in range(_MAX_WIDENINGS):
             params = tuple(Var(self._bb.unique_name(name), ty) for name, ty in zip(names, types, strict=True))
-            body, found = self._loop_body(params, make)
-            wider = [self._widen(*args, marker) for args in zip(names, types, found, strict=True)]
+            body, result = self._loop_body(params, make)
+            wider = [self._widen(*args, marker) for args in zip(names, types, result, strict=True)]
             if wider == types:
                 return self._finish_loop(params, inits, cond, body, marker, known)
             types = wider
@@ -177,10 +177,10 @@ class FlowBuilder:
             if k < len(known) and known[k] is not None and sizes and sizes[0] is None:
                 dims[k] = (known[k], *sizes[1:])
         fields = tuple(_instantiated(_tensor_type(p), marker) for p in params)
-        made = self._bb.emit(Loop(params, tuple(inits), self._bb.leaf(cond), body, TupleType(fields), self._bb.loc))
+        result = self._bb.emit(Loop(params, tuple(inits), self._bb.leaf(cond), body, TupleType(fields), self._bb.loc))
         results = []
         for k, param in enumerate(params):
-            item = self._bb.emit(TupleGetItem(made, k), param.name)
+            item = self._bb.emit(TupleGetItem(result, k), param.name)
             if fields[k].shape is None:
                 shape = [self._symbols.fresh(f"{param.name}_dim{a}") if d is None else d for a, d in enumerate(dims[k])]
                 results.append(self._bb.match_shape(item, tuple(shape), param.name))

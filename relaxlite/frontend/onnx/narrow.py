@@ -76,13 +76,13 @@ def _thresholds(ty: NarrowType, saturate: bool, rounding: str) -> tuple[Array, i
     low, high = finite[:-1], finite[1:]
     with np.errstate(over="ignore"):
         if rounding == "up":
-            found = np.nextafter(low.astype(np.float32), np.float32(np.inf))
+            array = np.nextafter(low.astype(np.float32), np.float32(np.inf))
         elif rounding == "down":
-            found = high.astype(np.float32)
+            array = high.astype(np.float32)
         else:
             middle = ((low + high) / 2).astype(np.float32)
-            found = np.where(np.arange(len(middle)) % 2, middle, np.nextafter(middle, np.float32(np.inf)))
-    return found.astype(np.float32), int(np.asarray(nan).view(np.uint8)) if nan is not None else 0
+            array = np.where(np.arange(len(middle)) % 2, middle, np.nextafter(middle, np.float32(np.inf)))
+    return array.astype(np.float32), int(np.asarray(nan).view(np.uint8)) if nan is not None else 0
 
 
 def _wrapped(n: Node, x: Expr, ty: NarrowType) -> Expr:

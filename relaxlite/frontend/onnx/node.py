@@ -90,10 +90,10 @@ class Node:
     # inputs
 
     def input(self, index: int) -> Expr:
-        found = self.optional(index)
-        if found is None:
+        result = self.optional(index)
+        if result is None:
             self.fail(f"input {index} is missing")
-        return found
+        return result
 
     def optional(self, index: int) -> Expr | None:
         return self.inputs[index] if index < len(self.inputs) else None
@@ -128,8 +128,8 @@ class Node:
 
     def const(self, index: int) -> Array | None:
         """The value of an input that is a constant, or None."""
-        found = self.optional(index)
-        return None if found is None else self.const_of(found)
+        result = self.optional(index)
+        return None if result is None else self.const_of(result)
 
     def const_of(self, found: Expr) -> Array | None:
         """A value that is known at compile time, or None."""

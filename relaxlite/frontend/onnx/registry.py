@@ -48,11 +48,11 @@ def canonical_domain(domain: str) -> str:
 
 def find_converter(domain: str, name: str, opset: int) -> Converter | None:
     """The converter for this opset of the domain, or None."""
-    found = None
+    result = None
     for since, function in _converters.get((domain, name), ()):
         if since <= opset:
-            found = function
-    return found
+            result = function
+    return result
 
 
 def mark_own() -> None:

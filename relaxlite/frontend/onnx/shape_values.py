@@ -111,9 +111,9 @@ class ShapeResolver:
         simpler = tuple(map(unless_empty, target))
         differ = [(a, b) for a, b in zip(target, simpler, strict=True) if a is not b]
         if differ:
-            given, found = zip(*dict.fromkeys(differ), strict=True)
+            given, result = zip(*dict.fromkeys(differ), strict=True)
             shape = self._bb.emit(ops.tensor_to_shape(self._bb.emit(ops.shape_to_tensor(given))))
-            self._bb.match_shape(shape, found)
+            self._bb.match_shape(shape, result)
         return simpler
 
     def ratios(self, x: Expr) -> Any:
@@ -132,16 +132,16 @@ class ShapeResolver:
         visited.add(x)
         call, known = self._bb.definition(x), None
         if isinstance(call, Call) and isinstance(call.callee, Op) and len(visited) < _MAX_VISITED:
-            found = self._from_floats(call)
-            if found is None and call.callee.name in _TRANSPARENT and _is_integer(call):
+            result = self._from_floats(call)
+            if result is None and call.callee.name in _TRANSPARENT and _is_integer(call):
                 if lower is None or call.callee.name in _MOVES:
                     for operand in call.args:
                         self._resolve(operand, lower, visited, read)
-                    found = self._bb.evaluate(call)
+                    result = self._bb.evaluate(call)
                 else:
-                    found, known = self._without_reading(call)
-            if found is not None:
-                self._learn(x, found.reshape(-1), found.shape)
+                    result, known = self._without_reading(call)
+            if result is not None:
+                self._learn(x, result.reshape(-1), result.shape)
                 return
         if read is not None:
             read(x, lower, known)
@@ -161,12 +161,12 @@ class ShapeResolver:
         with self.scope():
             for operand in call.args:
                 self._resolve(operand, None, set(), stand_in)
-            found: Any = self._bb.evaluate(call)
-        if found is None:
+            result: Any = self._bb.evaluate(call)
+        if result is None:
             return None, None
-        elements = [sym(e) for e in found.reshape(-1).tolist()]
+        elements = [sym(e) for e in result.reshape(-1).tolist()]
         known = [None if unread.intersection(e.free_vars()) else e for e in elements]
-        return (None, known) if None in known else (found, None)
+        return (None, known) if None in known else (result, None)
 
     def _from_floats(self, call: Call) -> Any:
         """What a cast of floats yields, where these are fractions of symbols."""
@@ -179,8 +179,8 @@ class ShapeResolver:
             or not dtypes.is_integer(call.ty.dtype)
         ):
             return None
-        found = self.ratios(call.args[0])
-        return None if found is None else truncated_values(found)
+        result = self.ratios(call.args[0])
+        return None if result is None else truncated_values(result)
 
     def _read(self, x: Expr, lower: int | None, known: Sequence[SymExpr | None] | None = None) -> tuple[SymExpr, ...]:
         """Bind fresh symbols to the elements of x at run time, but those that are known; () if x cannot be read so."""

@@ -64,15 +64,15 @@ def _listed(names: Iterable[str]) -> str:
 def _parse_range(name: str, value: tuple[int | None, int | None] | str) -> tuple[int, int | None]:
     """ "1..512", "1..", "..512", "8" (at most 8), or a pair."""
     if isinstance(value, str):
-        found = _RANGE.fullmatch(value)
-        if found is None or not (found[1] or found[3]):
+        match = _RANGE.fullmatch(value)
+        if match is None or not (match[1] or match[3]):
             raise InvalidArgumentError(
                 f"bounds of '{name}': {value!r} is not a range such as '1..512', '1..' or '..512'"
             )
         value = (
-            (int(found[1]) if found[1] else None, int(found[3]) if found[3] else None)
-            if found[2]
-            else (None, int(found[1]))
+            (int(match[1]) if match[1] else None, int(match[3]) if match[3] else None)
+            if match[2]
+            else (None, int(match[1]))
         )
     if not isinstance(value, tuple | list) or len(value) != 2 or any(not isinstance(v, int | None) for v in value):
         raise InvalidArgumentError(
@@ -111,8 +111,8 @@ def _dimension(name: str, axis: int, dim: Dim, simple: set[str], table: SymbolTa
         return table.fresh(f"{name}_dim{axis}")
     if isinstance(dim, int):
         return sym(dim)
-    found = None if dim in simple else _parse(dim, simple, table)
-    return table.named(dim) if found is None else found
+    result = None if dim in simple else _parse(dim, simple, table)
+    return table.named(dim) if result is None else result
 
 
 def _dtype(info: onnx.ValueInfoProto) -> str:
@@ -146,15 +146,15 @@ def _override(name: str, dims: list[Dim] | None, given: Mapping[int, Dim] | Sequ
     changes = given if isinstance(given, Mapping) else dict(enumerate(given or ()))
     if given is not None and not isinstance(given, Mapping) and (isinstance(given, str) or len(given) != len(dims)):
         raise InvalidArgumentError(f"dynamic_shapes['{name}'] must name all {len(dims)} dimensions, got {given!r}")
-    made = list(dims)
+    result = list(dims)
     for axis, dim in changes.items():
         if not isinstance(axis, int) or not -len(dims) <= axis < len(dims):
             raise InvalidArgumentError(
                 f"dynamic_shapes['{name}']: axis {axis!r} does not exist; the input has {len(dims)} dimensions"
             )
         if dim is not None:
-            made[axis] = _checked(name, axis, dim)
-    return made
+            result[axis] = _checked(name, axis, dim)
+    return result
 
 
 def _checked(name: str, axis: int, dim: Dim) -> Dim:
@@ -173,10 +173,10 @@ def _parse(text: str, names: Iterable[str], table: SymbolTable) -> SymExpr | Non
         return None
     known = {name for name in names if name.isidentifier()}
     try:
-        found = _fraction(ast.parse(text, mode="eval").body, known, table)
+        result = _fraction(ast.parse(text, mode="eval").body, known, table)
     except (SyntaxError, ZeroDivisionError, ValueError, RecursionError):
         return None
-    return found[0] if found is not None and found[1] == 1 else None
+    return result[0] if result is not None and result[1] == 1 else None
 
 
 def _fraction(node: ast.expr, known: set[str], table: SymbolTable) -> Fraction | None:

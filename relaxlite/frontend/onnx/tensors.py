@@ -48,13 +48,13 @@ def narrow_type(elem_type: int) -> NarrowType | None:
 def element_type(elem_type: int, what: str) -> str:
     """The dtype of an ONNX element type; ImportModelError names `what` where there is none."""
     narrow = narrow_type(elem_type)
-    found = _DTYPES.get(elem_type) if narrow is None else narrow.storage
-    if found is None:
+    storage = _DTYPES.get(elem_type) if narrow is None else narrow.storage
+    if storage is None:
         name = element_type_name(elem_type)
         raise ImportModelError(
             f"{what} has element type {name}, which relaxlite does not have; it has {', '.join(dtypes.ALL)}"
         )
-    return found
+    return storage
 
 
 class TensorReader:
@@ -98,19 +98,19 @@ class TensorReader:
         largest have memory of their own, where they can stay when a model is loaded."""
         assert self._content is not None
         offset, size = place
-        found = _from_bytes(memoryview(self._content)[offset : offset + size], dtype, shape, what)
+        result = _from_bytes(memoryview(self._content)[offset : offset + size], dtype, shape, what)
         if size >= _ALONE_FROM:
             block = np.empty(size + _LINE, np.uint8)
             copy = block[-block.ctypes.data % _LINE :][:size].view(dtype).reshape(shape)
-            copy[...] = found
+            copy[...] = result
             copy.flags.writeable = False
             return copy
         start = -(-self._taken // dtype.itemsize) * dtype.itemsize
         if start + size > len(self._block):  # as where a tensor is read twice
-            return found.copy()
+            return result.copy()
         self._taken = start + size
         copy = self._block[start : start + size].view(dtype).reshape(shape)
-        copy[...] = found
+        copy[...] = result
         return copy
 
     def _external(self, tensor: TensorProto, dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:

@@ -18,11 +18,11 @@ def unique_rows(n: Node, axis: int, *, is_sorted: bool) -> Result:
     moved = n.emit(ops.transpose(n.input(0), axes=tuple(order)))
     rows = n.emit(ops.reshape(moved, (dims[axis], product(dims[k] for k in order[1:]))))
     size = n.importer.symbols.fresh(f"{n.proto.output[0]}_count")
-    found = n.fields(ops.unique(_ranks(n, rows), sorted=is_sorted))
-    first = n.bb.match_shape(found[1], (size,))
-    counts = n.bb.match_shape(found[3], (size,))
+    result = n.fields(ops.unique(_ranks(n, rows), sorted=is_sorted))
+    first = n.bb.match_shape(result[1], (size,))
+    counts = n.bb.match_shape(result[3], (size,))
     values = n.emit(ops.gather(n.input(0), first, axis=axis))
-    return values, first, found[2], counts
+    return values, first, result[2], counts
 
 
 def _ranks(n: Node, rows: Expr) -> Expr:

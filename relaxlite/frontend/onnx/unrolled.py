@@ -34,9 +34,9 @@ def unrolled_loop(n: Node) -> tuple[Expr, ...] | None:
         return None
     values, rows = inits, list[list[Expr]]()
     for step in range(count):
-        goes_on, *found = _iteration(n, graph, step, values)
-        values = found[: len(inits)]
-        rows.append([n.emit(ops.expand_dims(x, axes=(0,))) for x in found[len(inits) :]])
+        goes_on, *result = _iteration(n, graph, step, values)
+        values = result[: len(inits)]
+        rows.append([n.emit(ops.expand_dims(x, axes=(0,))) for x in result[len(inits) :]])
         known = n.const_of(goes_on)
         if known is None:
             n.fail(f"whether the loop goes on after iteration {step} must be known, for it carries a sequence")

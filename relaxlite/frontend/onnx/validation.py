@@ -59,17 +59,17 @@ def names_read(graph: GraphProto) -> set[str]:
 
 
 def names_read_by(nodes: Iterable[NodeProto]) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for node in nodes:
-        found.update(node.input)
+        names.update(node.input)
         for sub in subgraphs(node):
-            found |= names_read(sub) | {o.name for o in sub.output}
-    return found
+            names |= names_read(sub) | {o.name for o in sub.output}
+    return names
 
 
 def _names_needed(node: NodeProto) -> set[str]:
     """Every name that the node takes from around it: as an input, or in its subgraphs."""
-    found = set(filter(None, node.input))
+    result = set(filter(None, node.input))
     for sub in subgraphs(node):
         inside = {i.name for i in sub.input} | {t.name for t in sub.initializer}
         inside |= {s.values.name for s in sub.sparse_initializer}
@@ -77,8 +77,8 @@ def _names_needed(node: NodeProto) -> set[str]:
         for inner in sub.node:
             read |= _names_needed(inner)
             inside.update(inner.output)
-        found |= read - inside
-    return found
+        result |= read - inside
+    return result
 
 
 # The order of nodes
@@ -95,11 +95,11 @@ def in_order(nodes: Sequence[NodeProto], is_known: Callable[[str], bool]) -> lis
             if not is_known(name):
                 defined_by.setdefault(name, index)
     needed = [{defined_by[name] for name in _names_needed(n) if name in defined_by} for n in nodes]
-    if all(k < index for index, found in enumerate(needed) for k in found):
+    if all(k < index for index, result in enumerate(needed) for k in result):
         return list(enumerate(nodes))
     users: list[list[int]] = [[] for _ in nodes]
-    for index, found in enumerate(needed):
-        for k in found:
+    for index, result in enumerate(needed):
+        for k in result:
             users[k].append(index)
     waits = list(map(len, needed))
     ready = [index for index, count in enumerate(waits) if count == 0]  # sorted, and so a heap
@@ -136,12 +136,12 @@ def _raise_cycle(nodes: Sequence[NodeProto], needed: Sequence[set[int]], waiting
 def check_graph(graph: GraphProto, outer: frozenset[str] = frozenset()) -> None:
     """Every name is defined once, and can be before it is used."""
     defined = _given_names(graph)
-    made = set[str]()
+    names = set[str]()
     for index, node in enumerate(graph.node):
         for output in filter(None, node.output):
-            if output in defined or output in made:
+            if output in defined or output in names:
                 raise ImportModelError(f"{node_label(node, index)} defines '{output}', which is already defined")
-            made.add(output)
+            names.add(output)
     known = set(outer) | defined
     for index, node in in_order(graph.node, known.__contains__):
         for name in filter(None, node.input):
@@ -212,8 +212,8 @@ class OpSurvey:
             raise ImportModelError(f"{node_label(node, index)}: the model does not say which opset of ONNX it uses")
         if find_converter(domain, node.op_type, version or 1) or schema_of(domain, node.op_type, version or 1):
             return
-        found = self.unknown.setdefault((domain, node.op_type), _Unknown(first=node_label(node, index)))
-        found.count += 1
+        result = self.unknown.setdefault((domain, node.op_type), _Unknown(first=node_label(node, index)))
+        result.count += 1
 
     def raise_if_any(self) -> None:
         if not self.unknown:

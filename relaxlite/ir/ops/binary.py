@@ -50,8 +50,8 @@ class BinaryOp(Op):
 
     def reference(self, a: Any, b: Any) -> Any:
         with np.errstate(all="ignore"):
-            found = np.asarray(type(self).numpy(a, b))
-        return found.astype(a.dtype if self.result is None else dtypes.to_numpy(self.result), copy=False)
+            array = np.asarray(type(self).numpy(a, b))
+        return array.astype(a.dtype if self.result is None else dtypes.to_numpy(self.result), copy=False)
 
     def evaluate_symbolic(self, a: Any, b: Any) -> Any:
         function = type(self).symbolic

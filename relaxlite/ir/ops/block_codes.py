@@ -14,11 +14,11 @@ from relaxlite.ir.program import Intrinsic, Value
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.records import dataclass
 
-QUAD = 4  # codes in a word of bytes
+DP4A_BYTES = 4  # codes in a word of bytes
 ONES = 0x01010101
-PLANES: Mapping[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+BIT_PLANES: Mapping[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 """Bits of a code that lie in words of their own, the lowest ones first, by the bits of a code."""
-MOST_OF_TABLE = 4  # bits of codes that are places in a table
+MAX_OF_TABLE = 4  # bits of codes that are places in a table
 Array: TypeAlias = "np.ndarray[Any, Any]"
 T = TypeVar("T")
 Number = TypeVar("Number", int, SymExpr)
@@ -49,8 +49,8 @@ class Coding:
     def problem(self) -> str | None:
         """What is wrong with it; None: nothing."""
         if self.table:
-            if self.bits > MOST_OF_TABLE:
-                return f"codes of {self.bits} bits have no table, only those of at most {MOST_OF_TABLE} do"
+            if self.bits > MAX_OF_TABLE:
+                return f"codes of {self.bits} bits have no table, only those of at most {MAX_OF_TABLE} do"
             if len(self.table) != 1 << self.bits or not 0 <= min(self.table) <= max(self.table) < 256:
                 return f"a table is {1 << self.bits} bytes for codes of {self.bits} bits, got {self.table}"
         if not 0 <= self.zero <= self.greatest:
@@ -65,13 +65,13 @@ class Coding:
         """The same of four codes, the bytes of an int32."""
         if not self.table:
             return word
-        whole = self.table * (1 << MOST_OF_TABLE - self.bits)
+        whole = self.table * (1 << MAX_OF_TABLE - self.bits)
         words = np.asarray(whole, np.uint8).view("<i4").tolist()
         return Scalar(Intrinsic(LOOKUP, (word.value, *(literal(w, "int32") for w in words)), "int32"))
 
     def longest_rotation(self, block: int) -> int:
         """How many quads of a block can be mixed at a time so that they stay bytes; 1: none."""
-        return math.gcd(1 << 8 - self.number_bits, block // QUAD)
+        return math.gcd(1 << 8 - self.number_bits, block // DP4A_BYTES)
 
     def rotated(self, rotation: int) -> RotatedCoding:
         return RotatedCoding(self, rotation)
@@ -108,11 +108,11 @@ class RotatedCoding:
         their bytes wherever these end as bytes (modulo 2**32), so that no more than additions of words are needed."""
         if self.rotation == 1:
             return list(quads)
-        found = []
+        result = []
         for first in range(0, len(quads), self.rotation):
             head, *others = rotated([Scalar(quad) for quad in quads[first : first + self.rotation]])
-            found += [head, *(other + four_bytes(self.offset) for other in others)]
-        return [quad.value for quad in found]
+            result += [head, *(other + four_bytes(self.offset) for other in others)]
+        return [quad.value for quad in result]
 
 
 def four_bytes(byte: int) -> int:
@@ -123,18 +123,18 @@ def four_bytes(byte: int) -> int:
 
 def rotated(items: Sequence[T]) -> list[T]:
     """H @ items, of the Walsh-Hadamard matrix H of as many rows, a power of two, in the order of Sylvester."""
-    found, span = list(items), len(items) // 2
+    result, span = list(items), len(items) // 2
     while span:
-        for k in (k for k in range(len(found)) if not k & span):
-            a, b = found[k], found[k + span]
-            found[k], found[k + span] = a + b, a - b  # type: ignore[operator]
+        for k in (k for k in range(len(result)) if not k & span):
+            a, b = result[k], result[k + span]
+            result[k], result[k + span] = a + b, a - b  # type: ignore[operator]
         span //= 2
-    return found
+    return result
 
 
 def rows_of_run(block: int, bits: int) -> int:
     """Of a column, rows whose codes fill whole words: those of a block, or of a few."""
-    return math.lcm(block, 32 // min(PLANES[bits]))
+    return math.lcm(block, 32 // min(BIT_PLANES[bits]))
 
 
 def words_of(rows: int, bits: int) -> int:
@@ -164,12 +164,12 @@ class Place(Generic[Number]):
 
 def places_of(quad: Number, run: int, bits: int) -> list[Place[Number]]:
     """The bits of a quad, a number or an expression, of a run of so many rows."""
-    found, first, low = [], 0, 0
-    for width in PLANES[bits]:
+    result, first, low = [], 0, 0
+    for width in BIT_PLANES[bits]:
         per_word = 8 // width
-        found.append(Place(first + quad // per_word, quad % per_word * width, width, low))
+        result.append(Place(first + quad // per_word, quad % per_word * width, width, low))
         first, low = first + words_of(run, width), low + width
-    return found
+    return result
 
 
 def pack_codes(codes: Array, block: int, bits: int) -> Array:
@@ -181,7 +181,7 @@ def pack_codes(codes: Array, block: int, bits: int) -> Array:
     run = rows_of_run(block, bits)
     words = np.empty((rows // run, words_of(run, bits), n), np.uint32)
     first, low = 0, 0
-    for width in PLANES[bits]:
+    for width in BIT_PLANES[bits]:
         plane, per_word = quads >> np.uint32(low) & np.uint32(ONES * ((1 << width) - 1)), 8 // width
         joined = plane[:, 0::per_word].copy()
         for k in range(1, per_word):
@@ -197,14 +197,14 @@ def unpack_codes(words: Array, block: int, bits: int) -> Array:
     n, run = words.shape[1], rows_of_run(block, bits)
     count = len(words) // words_of(run, bits)
     runs = words.reshape(count, words_of(run, bits), n).view(np.uint32)
-    quads = np.stack([_quad(runs, q, run, bits) for q in range(run // QUAD)], axis=1)
-    bytewise = np.ascontiguousarray(quads.reshape(count * run // QUAD, n)[..., None]).view(np.uint8)
+    quads = np.stack([_quad(runs, q, run, bits) for q in range(run // DP4A_BYTES)], axis=1)
+    bytewise = np.ascontiguousarray(quads.reshape(count * run // DP4A_BYTES, n)[..., None]).view(np.uint8)
     return np.asarray(bytewise.swapaxes(1, 2).reshape(count * run, n))
 
 
 def _quad(runs: Array, q: int, run: int, bits: int) -> Array:
     """Quad q of each run, (runs, n)."""
-    found: Array = np.uint32(0)
+    array: Array = np.uint32(0)
     for at in places_of(q, run, bits):
-        found = found | (runs[:, at.word] >> np.uint32(at.shift) & np.uint32(ONES * at.mask)) << np.uint32(at.low)
-    return found
+        array = array | (runs[:, at.word] >> np.uint32(at.shift) & np.uint32(ONES * at.mask)) << np.uint32(at.low)
+    return array

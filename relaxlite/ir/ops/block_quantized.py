@@ -40,12 +40,12 @@ import numpy as np
 
 from relaxlite.dtypes import DType
 from relaxlite.ir.expr import Expr
-from relaxlite.ir.intrinsics import WORD, WORDS
+from relaxlite.ir.intrinsics import DOT4_BYTES, PACKED_BYTES
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.block_codes import (
+    BIT_PLANES,
+    DP4A_BYTES,
     ONES,
-    PLANES,
-    QUAD,
     Array,
     Coding,
     fills_words,
@@ -65,7 +65,7 @@ from relaxlite.ir.symbolic import IntLike, SymExpr, as_int, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
 
-BITS = tuple(PLANES)
+BITS = tuple(BIT_PLANES)
 FLOATS = ("float32", "float16", "bfloat16")  # of scales, offsets and factors
 CODES = ("uint8", "int8")  # of scales and offsets that have factors
 T = TypeVar("T")
@@ -159,10 +159,10 @@ class BlocksOp(Op):
         sums = sums_shape(wanted, rotation)
         for t, expected in zip(types, ((*wanted, bytes_of_block(block, low_bits)), wanted, sums), strict=True):
             if t.rank != len(expected) or any(map(PROVER.can_prove_ne, t.shape or (), expected)):
-                width, found = bytes_of_block(block, low_bits), ", ".join(map(str, types))
+                width, result = bytes_of_block(block, low_bits), ", ".join(map(str, types))
                 self.fail(
                     f"{rows} rows in blocks of {block} take x of ({rows // block}, m, {width}) and x_scales and x_sums "
-                    f"of ({rows // block}, m){', of sums two' if rotation > 1 else ''}, got {found}"
+                    f"of ({rows // block}, m){', of sums two' if rotation > 1 else ''}, got {result}"
                 )
         return wanted[1]
 
@@ -190,31 +190,31 @@ def block_of(words: Matrix, scales: Matrix, bits: int) -> int:
 
 def _numbers(given: Sequence[Matrix], g: SymExpr, j: IntLike) -> list[Scalar]:
     """The scale, and the offset where there is one, of block g of column j in float32."""
-    found = []
+    result = []
     for values, factors in _with_factors(given, lambda b: b.dtype):
         number = Scalar(values[g, j]).cast("float32")
         if factors is not None:
             blocks = (as_int(values.shape[0]) or 1) // (as_int(factors.shape[0]) or 1)
             number = number * Scalar(factors[g // blocks, j]).cast("float32")
-        found.append(number)
-    return found
+        result.append(number)
+    return result
 
 
 def weight_at(words: Matrix, given: Sequence[Matrix], k: SymExpr, j: IntLike, coding: Coding) -> Scalar:
     """The element of row k and column j as float32."""
     bits, zero = coding.bits, coding.zero
     block = block_of(words, given[0], bits)
-    run, byte = rows_of_run(block, bits), k % QUAD * 8
-    if len(PLANES[bits]) == 1:
-        quad, first = k // QUAD, sym(0)
+    run, byte = rows_of_run(block, bits), k % DP4A_BYTES * 8
+    if len(BIT_PLANES[bits]) == 1:
+        quad, first = k // DP4A_BYTES, sym(0)
     else:
-        quad, first = k % run // QUAD, k // run * words_of(run, bits)
+        quad, first = k % run // DP4A_BYTES, k // run * words_of(run, bits)
     places = places_of(quad, run, bits)
 
     def bits_at(byte: IntLike, ones: int) -> list[tuple[Scalar, int]]:
         """From a byte on, of all bytes or of one."""
-        found = ((Scalar(words[first + at.word, j]).binary("shift_right", at.shift + byte), at) for at in places)
-        return [(shifted & ones * at.mask, at.low) for shifted, at in found]
+        ats = ((Scalar(words[first + at.word, j]).binary("shift_right", at.shift + byte), at) for at in places)
+        return [(shifted & ones * at.mask, at.low) for shifted, at in ats]
 
     if coding.table:
         code = coding.of_word(_joined(bits_at(0, ONES))).binary("shift_right", byte) & 255
@@ -222,29 +222,29 @@ def weight_at(words: Matrix, given: Sequence[Matrix], k: SymExpr, j: IntLike, co
         code = _joined(bits_at(byte, 1))
     centered = code - zero if zero else code
     scale, *offset = _numbers(given, k // block, j)
-    found = centered.cast("float32") * scale
-    return found + offset[0] if offset else found
+    ats = centered.cast("float32") * scale
+    return ats + offset[0] if offset else ats
 
 
 def _as_float32(given: Sequence[Array]) -> list[Array]:
     """Scales, and offsets where there are any, (blocks, n)."""
-    found = []
+    result = []
     for values, factors in _with_factors(given, lambda a: a.dtype.name):
         number = values.astype(np.float32)
         if factors is not None:
             number *= factors.astype(np.float32).repeat(len(values) // len(factors), axis=0)
-        found.append(number)
-    return found
+        result.append(number)
+    return result
 
 
 def dequantized(words: Array, given: Sequence[Array], coding: Coding) -> Array:
     block = words.shape[0] * 32 // coding.bits // given[0].shape[0]
     codes = coding.numbers(unpack_codes(words, block, coding.bits)).astype(np.float32) - np.float32(coding.zero)
     scales, *offsets = _as_float32(given)
-    found = codes.reshape(len(scales), block, words.shape[1]) * scales[:, None]
+    result = codes.reshape(len(scales), block, words.shape[1]) * scales[:, None]
     if offsets:
-        found = found + offsets[0][:, None]
-    return np.asarray(found.reshape(codes.shape), np.float32)
+        result = result + offsets[0][:, None]
+    return np.asarray(result.reshape(codes.shape), np.float32)
 
 
 SOME_TABLE = (0, 255, 3, 127, 128, 129, 7, 90, 200, 201, 202, 17, 16, 15, 14, 1)
@@ -321,8 +321,8 @@ class GatherBlocks(BlocksOp):
 
     def reference(self, indices: Any, words: Any, *given: Any, **coding: Any) -> Any:
         chosen = plain_indices(indices).reshape(-1)
-        found = dequantized(words[:, chosen], [x[:, chosen] for x in given], Coding(**coding))
-        return np.ascontiguousarray(found.T).reshape(*indices.shape, len(found))
+        result = dequantized(words[:, chosen], [x[:, chosen] for x in given], Coding(**coding))
+        return np.ascontiguousarray(result.T).reshape(*indices.shape, len(result))
 
     def samples(self) -> Iterable[Sample]:
         kinds = ("int64", "int32", "float32", "float32")
@@ -339,7 +339,7 @@ class GatherBlocks(BlocksOp):
 
 def _dot(total: Value, a: Value, b: Value, greatest: int) -> Intrinsic:
     """total + a . b, the bytes of a being no greater than that."""
-    return Intrinsic(WORDS, (total, a, b, literal(greatest, "int32"), literal(128, "int32")), "int32")
+    return Intrinsic(DOT4_BYTES, (total, a, b, literal(greatest, "int32"), literal(128, "int32")), "int32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +364,7 @@ class BlockSums:
         """What block g adds."""
         (x, x_scales, _), low_bits = self.rounded, self.low_bits
         block, rotated_by = block_of(self.words, self.given[0], self.coding.bits), self.coding.rotated(self.rotation)
-        quads, greatest = block // QUAD, rotated_by.greatest
+        quads, greatest = block // DP4A_BYTES, rotated_by.greatest
         codes = rotated_by.mixed(_quads(self.words, g, j, block, self.coding))
         start = literal(0, "int32")
         correction: Value = start
@@ -377,10 +377,10 @@ class BlockSums:
         else:
             total = Scalar(high)
         scale, *offset = _numbers(self.given, g, j)
-        found = total.cast("float32") * scale
+        result = total.cast("float32") * scale
         if offset:
-            found = found + (self._sums(g, i)[0] * self.rotation).cast("float32") * offset[0]
-        return (found * Scalar(x_scales[g, i])).value
+            result = result + (self._sums(g, i)[0] * self.rotation).cast("float32") * offset[0]
+        return (result * Scalar(x_scales[g, i])).value
 
     def _sums(self, g: SymExpr, i: SymExpr) -> list[Scalar]:
         x_sums = self.rounded[2]
@@ -470,8 +470,8 @@ class MatmulBlocks(BlocksOp):
             def every_sum(shape: tuple[int, ...], rng: Any, block: int = block) -> Array:
                 return np.asarray(integers_of(draw((*shape, block)), block, 0).sum(axis=-1), np.int32)
 
-            made = {0: lambda shape, rng: draw(shape), 2: every_sum, 3: some_words}
-            yield Sample((*given, (4 * block * bits // 32, "n"), *scales), attrs, factored, made, 1e-4)
+            result = {0: lambda shape, rng: draw(shape), 2: every_sum, 3: some_words}
+            yield Sample((*given, (4 * block * bits // 32, "n"), *scales), attrs, factored, result, 1e-4)
 
 
 def multiplied(
@@ -482,16 +482,16 @@ def multiplied(
     x, x_scales, x_sums = rounded
     blocks, block = len(x), x.shape[2] // (2 if low_bits else 1)
     codes = coding.numbers(unpack_codes(words, block, coding.bits)).astype(np.float64) - coding.zero
-    quads = codes.reshape(blocks, block // (rotation * QUAD), rotation, QUAD, words.shape[1])
+    quads = codes.reshape(blocks, block // (rotation * DP4A_BYTES), rotation, DP4A_BYTES, words.shape[1])
     codes = np.stack(rotated([quads[:, :, q] for q in range(rotation)]), axis=2)
     codes = codes.reshape(blocks, block, words.shape[1])
     total = np.matmul(integers_of(x, block, low_bits).astype(np.float64), codes)  # exact: all sums fit into int32
     scales, *offsets = (number.astype(np.float64) for number in _as_float32(given))
-    found = total * scales[:, None]
+    result = total * scales[:, None]
     if offsets:
         sums = x_sums if rotation == 1 else x_sums[0] * rotation
-        found = found + sums[..., None] * offsets[0][:, None]
-    return np.asarray((found * x_scales[..., None]).sum(axis=0), np.float32)
+        result = result + sums[..., None] * offsets[0][:, None]
+    return np.asarray((result * x_scales[..., None]).sum(axis=0), np.float32)
 
 
 def _dots(start: Value, codes: Sequence[Value], numbers: Sequence[Value], greatest: int) -> Value:
@@ -504,7 +504,7 @@ def _dots(start: Value, codes: Sequence[Value], numbers: Sequence[Value], greate
 
 def _word(x: Buffer, g: SymExpr, i: SymExpr, q: int) -> Value:
     """Four neighbours of a row's block."""
-    return Intrinsic(WORD, tuple(x[g, i, q * QUAD + b] for b in range(QUAD)), "int32")
+    return Intrinsic(PACKED_BYTES, tuple(x[g, i, q * DP4A_BYTES + b] for b in range(DP4A_BYTES)), "int32")
 
 
 def _joined(parts: Iterable[tuple[Scalar, int]]) -> Scalar:
@@ -517,7 +517,7 @@ def _joined(parts: Iterable[tuple[Scalar, int]]) -> Scalar:
 
 def _quads(words: Matrix, g: SymExpr, j: SymExpr, block: int, coding: Coding) -> list[Value]:
     """The quads of block g of column j."""
-    bits, quads = coding.bits, block // QUAD
+    bits, quads = coding.bits, block // DP4A_BYTES
     run = rows_of_run(block, bits)
     blocks = run // block
     first, number = g // blocks * words_of(run, bits), g % blocks

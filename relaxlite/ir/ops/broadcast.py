@@ -95,7 +95,7 @@ def unless_empty(size: SymExpr) -> SymExpr:
         return size
     positive = _positive(v for v in size.free_vars() if v.lower == 0)
     found = PROVER.simplify(substitute(size, positive))
-    found = substitute(found, {made: v for v, made in positive.items()})
+    found = substitute(found, {result: v for v, result in positive.items()})
     return found if num_extrema(found) < num_extrema(size) else size
 
 

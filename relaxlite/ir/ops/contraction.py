@@ -86,15 +86,15 @@ class Einsum(Op):
 
     def sizes(self, equation: _Equation, shapes: Sequence[Shape]) -> dict[str, SymExpr]:
         """The size of each label."""
-        found: dict[str, SymExpr] = {}
+        exprs: dict[str, SymExpr] = {}
         for k, (labels, shape) in enumerate(zip(equation.inputs, shapes, strict=True)):
             for label, dim in zip(labels, shape, strict=True):
-                size = broadcast_dim(found.get(label, sym(1)), dim)
+                size = broadcast_dim(exprs.get(label, sym(1)), dim)
                 if size is None:
                     name = "..." if label in _ELLIPSIS_LABELS else label
-                    self.fail(f"index {name!r} has size {found[label]} in one term and {dim} in operand {k}")
-                found[label] = size
-        return found
+                    self.fail(f"index {name!r} has size {exprs[label]} in one term and {dim} in operand {k}")
+                exprs[label] = size
+        return exprs
 
     def terms(self, equation: str, shapes: Sequence[Sequence[int]]) -> int:
         """How many terms each element of the result is the sum of, where operands are of these shapes."""
@@ -169,10 +169,10 @@ class Einsum(Op):
             for x, term in zip(xs, parsed.inputs, strict=True):
                 where = broadcast_index(x.shape, [at[c] for c in term], tuple(sizes[c] for c in term))
                 factors.append(Scalar(x[where]).cast(wide))
-            found = factors[0]
+            result = factors[0]
             for factor in factors[1:]:
-                found = found * factor
-            return found
+                result = result * factor
+            return result
 
         def element(*i: SymVar) -> Value:
             return value(*i).cast(out.dtype).value

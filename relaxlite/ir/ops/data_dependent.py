@@ -79,15 +79,15 @@ class NonzeroFill(Op):
         return TensorType.of((rank, *self.shape(count, "count")), "int64")
 
     def lower(self, x: Buffer, count: Shape, *, out: Buffer) -> Stmt:
-        found = counter()
+        result = counter()
 
         def visit(*i: SymVar) -> Stmt:
             place = SymVar("p")
             stores = [Store(out, (sym(axis), place), index(e).value) for axis, e in enumerate(i)]
-            keep = Scalar(x[i]).differs(0) & (Scalar(found[0]) < count[0])
-            return IfThenElse(keep.value, LetIndex(place, found[0], seq(*stores, advance(found))))
+            keep = Scalar(x[i]).differs(0) & (Scalar(result[0]) < count[0])
+            return IfThenElse(keep.value, LetIndex(place, result[0], seq(*stores, advance(result))))
 
-        return Allocate(found, seq(Store(found, (sym(0),), ZERO), loops("ijklmn", x.shape, visit)))
+        return Allocate(result, seq(Store(result, (sym(0),), ZERO), loops("ijklmn", x.shape, visit)))
 
     def reference(self, x: Any, count: Any) -> Any:
         return np.array(np.nonzero(x), dtype=np.int64)

@@ -135,16 +135,16 @@ class NmsCollect(Op):
         return TensorType.of((*self.shape(count, "count"), 3), "int64")
 
     def lower(self, kept: Buffer, counts: Buffer, count: Shape, *, out: Buffer) -> Stmt:
-        found = counter()
+        result = counter()
 
         def visit(b: SymExpr, c: SymExpr, s: SymExpr) -> Stmt:
             r = SymVar("r")
             row = (index(b).value, index(c).value, kept[b, c, s])
             stores = [Store(out, (r, sym(k)), value) for k, value in enumerate(row)]
-            is_kept = (index(s) < Scalar(counts[b, c])) & (Scalar(found[0]) < count[0])
-            return IfThenElse(is_kept.value, LetIndex(r, found[0], seq(*stores, advance(found))))
+            is_kept = (index(s) < Scalar(counts[b, c])) & (Scalar(result[0]) < count[0])
+            return IfThenElse(is_kept.value, LetIndex(r, result[0], seq(*stores, advance(result))))
 
-        return Allocate(found, seq(Store(found, (sym(0),), ZERO), loops("bcs", kept.shape, visit)))
+        return Allocate(result, seq(Store(result, (sym(0),), ZERO), loops("bcs", kept.shape, visit)))
 
     def reference(self, kept: Any, counts: Any, count: Any) -> Any:
         rows = [(b, c, kept[b, c, s]) for b, c in np.ndindex(counts.shape) for s in range(counts[b, c])]

@@ -44,10 +44,10 @@ def map_symbolic(function: Callable[..., SymExpr | bool | None], *operands: Any)
     arrays = np.broadcast_arrays(*(np.asarray(x, dtype=object) for x in operands))
     out = np.empty(arrays[0].shape, dtype=object)
     for at in np.ndindex(out.shape):
-        found = function(*(sym(a[at]) for a in arrays))
-        if found is None:
+        result = function(*(sym(a[at]) for a in arrays))
+        if result is None:
             return None
-        out[at] = found
+        out[at] = result
     return out
 
 
@@ -76,8 +76,8 @@ class UnaryOp(Op):
     def reference(self, x: Any, **attrs: Any) -> Any:
         with np.errstate(all="ignore"):
             wide = x.astype(np.float32) if x.dtype.name in HALF else x
-            found = type(self).numpy(wide, **attrs)
-        return np.asarray(found).astype(x.dtype if self.result is None else dtypes.to_numpy(self.result))
+            result = type(self).numpy(wide, **attrs)
+        return np.asarray(result).astype(x.dtype if self.result is None else dtypes.to_numpy(self.result))
 
     def evaluate_symbolic(self, x: Any, **attrs: Any) -> Any:
         function = type(self).symbolic

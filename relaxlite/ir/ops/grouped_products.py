@@ -74,7 +74,7 @@ class GroupRows(Op):
     def lower(self, numbers: Buffer, *, out: tuple[Buffer, Buffer, Buffer], groups: int) -> Stmt:
         order, places, spans = out
         place = Buffer.of("place", (groups,), "int64", "local")  # of a group's next row; first how many it has
-        rows, found = Buffer.of("rows", (), "int64", "local"), Buffer.of("found", (), "int64", "local")
+        rows, result = Buffer.of("rows", (), "int64", "local"), Buffer.of("found", (), "int64", "local")
 
         def in_group(i: SymExpr, make: Callable[[SymExpr], Stmt]) -> Stmt:
             group = SymVar("group", lower=None)
@@ -86,7 +86,7 @@ class GroupRows(Op):
             b = SymVar("b", upper=groups - 1)
             fields = (index(e, "int64").value, rows[()], place[(e,)])
             row = seq(*(Store(spans, (b + 1, sym(k)), field) for k, field in enumerate(fields)))
-            kept = seq(LetIndex(b, found[()], row), Store(found, (), _ONE, "add"))
+            kept = seq(LetIndex(b, result[()], row), Store(result, (), _ONE, "add"))
             count, first = SymVar("count"), SymVar("first")
             moved = seq(
                 IfThenElse((index(count) > 0).value, kept),
@@ -108,13 +108,13 @@ class GroupRows(Op):
             loops("e", place.shape, lambda e: Store(place, (e,), _ZERO)),
             loops("bk", spans.shape, lambda b, k: Store(spans, (b, k), _ZERO)),
             Store(rows, (), _ZERO),
-            Store(found, (), _ZERO),
+            Store(result, (), _ZERO),
             loops("i", numbers.shape, lambda i: in_group(i, lambda group: Store(place, (group,), _ONE, "add"))),
             loops("e", place.shape, of_group),
-            Store(spans, (sym(0), sym(0)), found[()]),
+            Store(spans, (sym(0), sym(0)), result[()]),
             loops("i", numbers.shape, lambda i: in_group(i, lambda group: put(i, group))),
         )
-        for buffer in (found, rows, place):
+        for buffer in (result, rows, place):
             body = Allocate(buffer, body)
         return body
 
@@ -165,8 +165,8 @@ class SumRows(Op):
                     lambda c: Store(out, (i, c), (Scalar(x[p, c]) * Scalar(weight[()])).value, "add"),
                 )  # fmt: skip
 
-            found = at_positions([position], row)
-            return Allocate(weight, seq(Store(weight, (), weights[i, j]), found))
+            result = at_positions([position], row)
+            return Allocate(weight, seq(Store(weight, (), weights[i, j]), result))
 
         def of_row(i: SymExpr) -> Stmt:
             clear = loops("c", (x.shape[1],), lambda c: Store(out, (i, c), literal(0.0, "float32")))
@@ -191,9 +191,9 @@ def spans_of(counts: Sequence[int] | Array) -> Array:
     """Those of groups that have so many rows."""
     spans = np.zeros((len(counts) + 1, 3), np.int64)
     firsts = np.cumsum(counts) - counts
-    found = [(e, first, count) for e, (first, count) in enumerate(zip(firsts, counts, strict=True)) if count]
-    spans[0, 0] = len(found)
-    spans[1 : 1 + len(found)] = np.array(found, np.int64).reshape(-1, 3)
+    result = [(e, first, count) for e, (first, count) in enumerate(zip(firsts, counts, strict=True)) if count]
+    spans[0, 0] = len(result)
+    spans[1 : 1 + len(result)] = np.array(result, np.int64).reshape(-1, 3)
     return spans
 
 
@@ -201,7 +201,7 @@ def _over_groups(op: Op, spans: Buffer, rows: SymExpr, make: Callable[[SymExpr, 
     """make(number, first row, count of rows) for all groups that have rows. That no two have the same, and that these
     are all rows, is the caller's promise: no loop can show it."""
     groups = (as_int(spans.shape[0]) or 1) - 1
-    found, b = SymVar("found", lower=None, upper=groups), SymVar("b", upper=max(groups - 1, 0))
+    result, b = SymVar("found", lower=None, upper=groups), SymVar("b", upper=max(groups - 1, 0))
     given = [SymVar(name, lower=None) for name in ("given_number", "given_first", "given_count")]
     number, first, count = given
     known = [SymVar("number", upper=max(groups - 1, 0)), SymVar("first"), SymVar("count")]
@@ -217,9 +217,9 @@ def _over_groups(op: Op, spans: Buffer, rows: SymExpr, make: Callable[[SymExpr, 
     body = seq(*checks, body)
     for k, var in reversed(list(enumerate(given))):
         body = LetIndex(var, spans[b + 1, sym(k)], body)
-    are_some = (index(found) >= 0) & (index(found) <= groups)
+    are_some = (index(result) >= 0) & (index(result) <= groups)
     check = Check(are_some.value, f"{op.name}: the number of groups is out of range in the spans")
-    return LetIndex(found, spans[sym(0), sym(0)], seq(check, For(b, found, body)))
+    return LetIndex(result, spans[sym(0), sym(0)], seq(check, For(b, result, body)))
 
 
 class _Grouped(BlocksOp):

@@ -56,12 +56,12 @@ class WalshHadamard(Op):
 
     def reference(self, x: Any, *, size: int) -> Any:
         runs = (*x.shape[:-1], x.shape[-1] // size)
-        found, span = x.astype(np.float64), size // 2
+        result, span = x.astype(np.float64), size // 2
         while span:
-            pairs = found.reshape(*runs, size // (2 * span), 2, span)
+            pairs = result.reshape(*runs, size // (2 * span), 2, span)
             sums = (pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :])
-            found, span = np.stack(sums, -2).reshape(x.shape), span // 2
-        return found.astype(x.dtype)
+            result, span = np.stack(sums, -2).reshape(x.shape), span // 2
+        return result.astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", 3, 16),), {"size": 16})
@@ -75,14 +75,14 @@ Place = tuple[Buffer, tuple[SymExpr, ...]]  # a row of a buffer
 
 def _added(source: Place, to: Place, width: SymExpr, span: int) -> Stmt:
     """One step: of elements `span` apart their sum and their difference. A span of 0 copies."""
-    (given, i), (made, o) = source, to
+    (given, i), (result, o) = source, to
 
     def load(at: SymExpr) -> Scalar:
         place = (*i, at)
         return Scalar(given[place])
 
     def store(at: SymExpr, value: Scalar) -> Stmt:
-        return Store(made, (*o, at), value.value)
+        return Store(result, (*o, at), value.value)
 
     def pair(c: SymExpr, j: SymExpr) -> Stmt:
         low, high = c * (2 * span) + j, c * (2 * span) + j + span

@@ -76,12 +76,12 @@ class KvAppend(Op):
             return Store(out, place, Load(x, (t, h, d)))
 
         def token(t: SymExpr) -> Stmt:
-            found = slots[t]
+            result = slots[t]
             # of a negative slot the loops run no times
             kept = smin(smax(slot + 1, sym(0)), sym(1))
             check = Check((index(slot) < pool.shape[1] * page).value, "kv_append: a slot lies beyond the pool's pages")
             stores = loops("hd", (x.shape[1] * kept, width), lambda h, d: element(t, h, d))
-            return LetIndex(slot, found, seq(check, stores))
+            return LetIndex(slot, result, seq(check, stores))
 
         checks = equality_checks(
             "kv_append: x, slots and the pool differ in size",
@@ -226,18 +226,18 @@ class PagedAttention(Op):
 
         ints = ("int32", "int64")
         shapes = ((7, 4, 8), (2, "p + 5", 8, 4), (2, "p + 5", 4, 16), ("s + 2", 3), (9, 6))
-        made = {3: table, 4: blocks}
-        yield Sample(shapes, {"scale": 0.3, "block": 4}, ("float32",) * 3 + ints, made)
-        yield Sample(shapes, {"scale": 0.3, "block": 3, "window": 3}, ("float32",) * 3 + ints, made)
-        yield Sample(shapes, {"block": 4, "cap": 1.5}, ("float32",) * 3 + ints, made)
+        result = {3: table, 4: blocks}
+        yield Sample(shapes, {"scale": 0.3, "block": 4}, ("float32",) * 3 + ints, result)
+        yield Sample(shapes, {"scale": 0.3, "block": 3, "window": 3}, ("float32",) * 3 + ints, result)
+        yield Sample(shapes, {"block": 4, "cap": 1.5}, ("float32",) * 3 + ints, result)
         half = ("float32", "float16", "float16", *ints)
-        yield Sample(shapes, {"block": 4}, half, made, tolerance=2e-4)
+        yield Sample(shapes, {"block": 4}, half, result, tolerance=2e-4)
         scaled = (*shapes, (2, "p + 5", 4, 1), (2, "p + 5", 4, 1))
         kinds = ("float32", "int8", "int8", *ints)
-        yield Sample(scaled, {"scale": 0.01, "block": 4}, kinds, made, tolerance=2e-4)
+        yield Sample(scaled, {"scale": 0.01, "block": 4}, kinds, result, tolerance=2e-4)
         floats = ("float32",) * 3 + ints
-        yield Sample((*shapes, (4,)), {"scale": 0.3, "block": 4, "window": 3}, (*floats, "float32"), made)
-        yield Sample((*scaled, (4,)), {"scale": 0.01, "block": 4}, (*kinds, *("float32",) * 3), made, tolerance=2e-4)
+        yield Sample((*shapes, (4,)), {"scale": 0.3, "block": 4, "window": 3}, (*floats, "float32"), result)
+        yield Sample((*scaled, (4,)), {"scale": 0.01, "block": 4}, (*kinds, *("float32",) * 3), result, tolerance=2e-4)
 
 
 def _scales_and_sinks(others: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...]]:
@@ -341,8 +341,8 @@ class _Block(ABC):
         def row(r: SymExpr, query: SymExpr, head: SymExpr) -> Stmt:
             def element(e: SymExpr) -> Stmt:
                 whole = Scalar(self.sums[r, e])
-                found = whole / Scalar(self.total[(r,)]) if sinks is None else whole * Scalar(self.shrink[(r,)])
-                return Store(self.parts.out, (query, head, e), found.value)
+                result = whole / Scalar(self.total[(r,)]) if sinks is None else whole * Scalar(self.shrink[(r,)])
+                return Store(self.parts.out, (query, head, e), result.value)
 
             divided = loops("e", (self.depth,), element)
             return divided if sinks is None else seq(self._sink(r, Scalar(sinks[(head,)])), divided)
@@ -354,8 +354,8 @@ class _Block(ABC):
         old = Scalar(self.top[(r,)])
         new = old.maximum(sink)
         kept = weight(old - new)
-        found = kept / (Scalar(self.total[(r,)]) * kept + weight(sink - new))
-        return Store(self.shrink, (r,), found.value)
+        result = kept / (Scalar(self.total[(r,)]) * kept + weight(sink - new))
+        return Store(self.shrink, (r,), result.value)
 
 
 class _Attend(_Block):
@@ -528,12 +528,12 @@ class _Combine(_Block):
         rows = self.rows * leads
 
         def raise_top(p: SymExpr, r: SymExpr) -> Stmt:
-            found = Scalar(parts.part_top[at[0] + p, at[1], r])
-            return Store(self.top, (r,), Scalar(self.top[(r,)]).maximum(found).value)
+            result = Scalar(parts.part_top[at[0] + p, at[1], r])
+            return Store(self.top, (r,), Scalar(self.top[(r,)]).maximum(result).value)
 
         def weigh(p: SymExpr, r: SymExpr) -> Stmt:
-            found = Scalar(parts.part_top[at[0] + p, at[1], r]) - Scalar(self.top[(r,)])
-            return Store(self.shrink, (r,), weight(found).value)
+            result = Scalar(parts.part_top[at[0] + p, at[1], r]) - Scalar(self.top[(r,)])
+            return Store(self.shrink, (r,), weight(result).value)
 
         def add(to: Buffer, given: Buffer, p: SymExpr, r: SymExpr, *e: SymExpr) -> Stmt:
             source, place = (at[0] + p, at[1], r, *e), (r, *e)

@@ -131,8 +131,8 @@ class Matmul(_Product):
         return _lower_product(self.name, a, b, out, lambda x, y, *_: x.cast(wide) * y.cast(wide))
 
     def reference(self, a: Any, b: Any, *, dtype: DType | None) -> Any:
-        made = a.dtype if dtype is None else dtypes.to_numpy(dtype)
-        return np.asarray(np.matmul(in_accumulator(a), in_accumulator(b))).astype(made)
+        result = a.dtype if dtype is None else dtypes.to_numpy(dtype)
+        return np.asarray(np.matmul(in_accumulator(a), in_accumulator(b))).astype(result)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", "k"), ("k", "n")))
@@ -227,10 +227,10 @@ def _vector_checks(message: str, zero: Buffer | None, lines: Shape) -> Iterable[
     """That a vector has a value for each row or column, or one for all, where its size is not known before."""
     if zero is None or not _is_vector(zero) or any(PROVER.can_prove_equal(zero.shape[0], n) for n in lines):
         return
-    found = index(zero.shape[0])
-    fits = found.equals(1)
+    result = index(zero.shape[0])
+    fits = result.equals(1)
     for n in lines:
-        fits = fits | found.equals(index(n))
+        fits = fits | result.equals(index(n))
     yield Check(fits.value, f"{message}: {', '.join(map(str, lines)) or 1} against {zero.shape[0]}, which is not 1")
 
 

@@ -79,7 +79,7 @@ class GatedLinearAttention(Op):
             self.fail(f"heads and widths must be known, and heads of keys divide those of values, got {told}")
         wanted = [(q, (v[0], *k[1:])), (k, (v[0], *k[1:])), (decay, v[:2]), (beta, v[:2])]
         wanted.append((pool, (v[1], pool[1], k[2], v[2])))
-        if any(PROVER.can_prove_ne(a, b) for found, right in wanted for a, b in zip(found, right, strict=True)):
+        if any(PROVER.can_prove_ne(a, b) for result, right in wanted for a, b in zip(result, right, strict=True)):
             self.fail(f"rows, heads or widths of q, k, v, decay, beta and the pool do not fit: {told}")
         return TupleType((TensorType.of((v[0], heads, width), "float32"), types[5]))
 
@@ -195,7 +195,7 @@ class GatedLinearAttention(Op):
         def negative(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
             return -np.abs(rng.standard_normal(shape)).astype(np.float32)
 
-        made = {3: negative, 6: _draw_spans}
+        result = {3: negative, 6: _draw_spans}
         kinds = ("float32",) * 6 + ("int64",)
         for key_heads, heads, key_width, width, attrs in (
             (2, 4, 8, 16, {"tiled": True}),
@@ -205,7 +205,7 @@ class GatedLinearAttention(Op):
         ):
             keys, values, gates = (7, key_heads, key_width), (7, heads, width), (7, heads)
             shapes = (keys, keys, values, gates, gates, (heads, "p + 5", key_width, width), (5, SPAN_FIELDS))
-            yield Sample(shapes, attrs, kinds, made, tolerance=1e-4)
+            yield Sample(shapes, attrs, kinds, result, tolerance=1e-4)
 
 
 @register
@@ -231,7 +231,7 @@ class StateConvolution(Op):
         if length < 2 or not width:
             self.fail(f"a weight (l, width) of known sizes is needed, with l of 2 at least, got {told}")
         wanted = [(x, (x[0], weight[1])), (pool, (sym(1), pool[1], sym(length - 1), weight[1]))]
-        if any(PROVER.can_prove_ne(a, b) for found, right in wanted for a, b in zip(found, right, strict=True)):
+        if any(PROVER.can_prove_ne(a, b) for result, right in wanted for a, b in zip(result, right, strict=True)):
             self.fail(f"x and the pool must be as wide as the weight, and the pool one row less long, got {told}")
         return TupleType((TensorType.of((x[0], width), "float32"), types[2]))
 

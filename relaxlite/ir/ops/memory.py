@@ -1,7 +1,7 @@
 """Explicit memory and run-time shapes: what a function consists of after lowering, beside calls of programs.
 
 `memory.*` ops take symbolic shapes (stage "dps"); `vm.*` ops take slots of the shape heap instead, where a *dim*
-d >= 0 is a constant and d < 0 the heap slot -1-d (stage "vm"; see docs/architecture.md, Bytecode).
+d >= 0 is a constant and d < 0 the heap slot -1-d (stage "vm"; see docs/runtime-abi.md, Bytecode).
 """
 
 from __future__ import annotations

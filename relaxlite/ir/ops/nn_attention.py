@@ -97,11 +97,11 @@ class Attention(Op):
             for dim, full in zip(reversed(found.shape or ()), reversed(scores), strict=False):
                 if as_int(dim) != 1 and not PROVER.can_prove_equal(dim, full):
                     self.fail(f"{name} {found} is not known to broadcast to the scores {format_shape(scores)}")
-        made = attrs["dtype"] or dtype
-        if made not in (dtype, accumulator(dtype)):
-            self.fail(f"the result of {dtype} is of that or of {accumulator(dtype)}, got dtype {made}")
+        result = attrs["dtype"] or dtype
+        if result not in (dtype, accumulator(dtype)):
+            self.fail(f"the result of {dtype} is of that or of {accumulator(dtype)}, got dtype {result}")
         out = (*batch, qs[-2], vs[-1])
-        return TensorType.of(tuple(out[a] for a in _order(attrs["out_axes"], len(out))), made)
+        return TensorType.of(tuple(out[a] for a in _order(attrs["out_axes"], len(out))), result)
 
     def _views(self, shapes: list[Shape], attrs: Mapping[str, Any]) -> list[Shape]:
         """The shapes of the transposed q, k and v, each matrix of k and v counted `group` times."""
@@ -143,8 +143,8 @@ class Attention(Op):
         weights = emit_op(bb, "softmax", scores, axis=-1)
         if call.attrs["zero_nan"]:
             weights = emit_op(bb, "where", emit_op(bb, "isnan", weights), np.zeros((), dtypes.to_numpy(wide)), weights)
-        made = emit_op(bb, "matmul", weights, operand(2, "v_axes"))
-        turned = emit_op(bb, "transpose", made, axes=_order(call.attrs["out_axes"], rank))  # type: ignore[arg-type]
+        result = emit_op(bb, "matmul", weights, operand(2, "v_axes"))
+        turned = emit_op(bb, "transpose", result, axes=_order(call.attrs["out_axes"], rank))  # type: ignore[arg-type]
         return get_op("cast")(turned, dtype=call.attrs["dtype"] or self.tensor(call.args[0]).dtype)
 
     def lower(self, q: Buffer, k: Buffer, v: Buffer, *added: Buffer, out: Buffer, scale: float, **attrs: Any) -> Stmt:
@@ -194,9 +194,9 @@ class Attention(Op):
         weights = weights / np.sum(weights, axis=-1, keepdims=True)
         if attrs.get("zero_nan"):
             weights = np.where(np.isnan(weights), weights.dtype.type(0), weights)
-        made = np.matmul(weights, vs)
+        array = np.matmul(weights, vs)
         dtype = dtypes.to_numpy(axes["dtype"]) if axes.get("dtype") else q.dtype
-        return np.ascontiguousarray(np.transpose(made, _order(axes["out_axes"], q.ndim))).astype(dtype)
+        return np.ascontiguousarray(np.transpose(array, _order(axes["out_axes"], q.ndim))).astype(dtype)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", 5), ("n", 5), ("n", 3)), {"scale": 0.3})
@@ -446,8 +446,10 @@ class _Block:
         bias = self.parts.bias
         if bias is None:
             return Scalar(literal(0.0, self.parts.dtype))
-        found = self._of_score(bias, i, j).cast(self.parts.dtype)
-        return select(index(i) < self.count, found, 0.0) if self._moves_beyond(bias) and not self.stages_bias else found
+        result = self._of_score(bias, i, j).cast(self.parts.dtype)
+        return (
+            select(index(i) < self.count, result, 0.0) if self._moves_beyond(bias) and not self.stages_bias else result
+        )
 
     def _masked(self, found: Scalar, i: SymExpr, j: SymExpr) -> Scalar:
         """A score of query start + i and key j, or what stands for it."""

@@ -32,8 +32,8 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.ir.types import TensorType, Type
 
 Ints = tuple[int, ...]
-MOST_TAPS = 128  # of a small window
-MOST_STRIDE = 2  # of small windows along the last dimension
+MAX_TAPS = 128  # of a small window
+MAX_STRIDE = 2  # of small windows along the last dimension
 
 
 def window_extent(kernel: SymExpr | int, dilation: int) -> SymExpr:
@@ -72,8 +72,8 @@ def is_small(w: Shape, strides: Ints | None) -> bool:
     """Whether filters (oc, c / groups, kernel...) are windows of one channel, and small
     (passes/products/windows_nchw.py)."""
     taps = [as_int(size) for size in w[2:]]
-    has_few = None not in taps and math.prod(size or 0 for size in taps) <= MOST_TAPS
-    return as_int(w[1]) == 1 and has_few and (strides or (1,))[-1] <= MOST_STRIDE
+    has_few = None not in taps and math.prod(size or 0 for size in taps) <= MAX_TAPS
+    return as_int(w[1]) == 1 and has_few and (strides or (1,))[-1] <= MAX_STRIDE
 
 
 class Convolution(Op):

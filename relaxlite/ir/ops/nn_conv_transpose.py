@@ -138,8 +138,8 @@ class PhaseFilters(Op):
                 if not PROVER.can_prove_equal(out.shape[k + 2] * strides[k], window_extent(kernel, dilation)):
                     conditions.append(index(where[0]) < index(kernel))
             at = (channel // w.shape[1] * out.shape[1] + ic, channel % w.shape[1], *where)
-            found = Scalar(w[at])
-            return select(all_of(conditions), found, 0).value if conditions else found.value
+            result = Scalar(w[at])
+            return select(all_of(conditions), result, 0).value if conditions else result.value
 
         return compute(out, value)
 

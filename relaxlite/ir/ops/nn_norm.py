@@ -27,10 +27,10 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product
 from relaxlite.ir.types import Type
 
 LOG2_E = 1 / math.log(2)
-_LEAST_WEIGHT = -100
+_MIN_WEIGHT = -100
 
 
-def weight(difference: Scalar, least: int = _LEAST_WEIGHT) -> Scalar:
+def weight(difference: Scalar, least: int = _MIN_WEIGHT) -> Scalar:
     """exp(difference) for a sum whose largest term is 1, where `difference` is 0; 0 below 2**least.
 
     Scores some hundred apart are common, and some processors take 10 to 80 times as long for products of subnormal
@@ -74,10 +74,10 @@ class Row:
 
     def fold(self, name: str, combine: str, value: Element) -> Scalar:
         """A new local scalar: combine over j of value(j)."""
-        found = self.let(name, Scalar(identity(combine, self.dtype)))
+        result = self.let(name, Scalar(identity(combine, self.dtype)))
         local = self.locals[-1]
         self.stages.append(loops("j", (self.size,), lambda j: Store(local, (), value(j).value, combine)))
-        return found
+        return result
 
     def keep(self, name: str, value: Element) -> Element:
         """A new local row: value(j) for every j, computed once."""
@@ -105,9 +105,9 @@ def row_program(x: Buffer, out: Buffer, make: Callable[[Row], None]) -> Stmt:
     """For each row of x, what `make` adds to it."""
 
     def row(*i: SymVar) -> Stmt:
-        made = Row(x, out, i)
-        make(made)
-        return made.finish()
+        result = Row(x, out, i)
+        make(result)
+        return result.finish()
 
     return loops("iklmn", x.shape[:-1], row)
 
@@ -247,9 +247,9 @@ class _TailNorm(Op):
         tail = shape[normalize_axis(self, axis, len(shape)) :]
         for weight, name in zip(weights, ("scale", "bias"), strict=False):
             wt = self.tensor(weight, name)
-            found = wt.shape or ()
-            if len(found) != len(tail) or any(map(PROVER.can_prove_ne, found, tail)):
-                self.fail(f"{name} must have the normalized shape {format_shape(tail)}, got {format_shape(found)}")
+            result = wt.shape or ()
+            if len(result) != len(tail) or any(map(PROVER.can_prove_ne, result, tail)):
+                self.fail(f"{name} must have the normalized shape {format_shape(tail)}, got {format_shape(result)}")
             if not dtypes.is_float(wt.dtype):
                 self.fail(f"{name} must be of a float dtype, got {wt.dtype}")
         return ty

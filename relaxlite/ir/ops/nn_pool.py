@@ -145,8 +145,8 @@ class Window:
 
         def tap(*i: SymVar) -> Value:
             where, conditions = self.at(i)
-            found = value(Scalar(x[where]))
-            return select(all_of(conditions), found, Scalar(start)).value if conditions else found.value
+            result = value(Scalar(x[where]))
+            return select(all_of(conditions), result, Scalar(start)).value if conditions else result.value
 
         extents = [self.kernel[k] for k in self.reduced]
         return reduce(out, extents, combine, start, tap, lambda total, *i: finish(total, *self.natural(i)))
@@ -260,16 +260,16 @@ class MaxPoolWithIndices(_Pool):
             hit = element.equals(Scalar(values[i[: len(x.shape)]]))
             if dtypes.is_float(x.dtype):
                 hit = hit | element.unary("isnan")
-            found = select(hit, index(_flatten(where, x.shape)), Scalar(last))
-            return select(all_of(conditions), found, Scalar(last)).value if conditions else found.value
+            value = select(hit, index(_flatten(where, x.shape)), Scalar(last))
+            return select(all_of(conditions), value, Scalar(last)).value if conditions else value.value
 
         extents = [window.kernel[k] for k in window.reduced]
         stages = [window.reduce(values, x, "max", lambda v: v), reduce(indices, extents, "min", last, place)]
 
         def counted(*i: SymVar) -> Value:
-            found = Scalar(indices[i])
-            given = _column_major(found, x.shape[2:]) if storage_order == 1 else found
-            return select(found.equals(Scalar(last)), index(sym(0)), given).value  # 0: a window of padding alone
+            value = Scalar(indices[i])
+            given = _column_major(value, x.shape[2:]) if storage_order == 1 else value
+            return select(value.equals(Scalar(last)), index(sym(0)), given).value  # 0: a window of padding alone
 
         return seq(*stages, compute(indices, counted))
 

@@ -65,11 +65,11 @@ class _Axis:
         """Where element o of the result lies in x (float32)."""
         at, scale = index(o).cast("float32"), self.scale_value()
         out, size = index(self.out).cast("float32"), index(self.size).cast("float32")
-        found = Scalar(_coordinate(at, scale, out, size, self.roi, self.attrs, select).value)
+        value = Scalar(_coordinate(at, scale, out, size, self.roi, self.attrs, select).value)
         follows_sizes = self.scale is None and self.shared is None
         if self.attrs["coordinate_transformation_mode"] == "tf_half_pixel_for_nn" and follows_sizes:
-            return select(out.equals(size), at, found)  # a copy then, see is_identity
-        return found
+            return select(out.equals(size), at, value)  # a copy then, see is_identity
+        return value
 
     def factor(self) -> tuple[int, int]:
         """(up, down) where the size grows or shrinks by a whole factor that float32 represents; (0, 0) otherwise."""
@@ -95,10 +95,10 @@ class _Axis:
             shift = up if mode in halves else 0
             return _rounded((i * 2 + 1) * down - shift, 2 * up, self.attrs["nearest_mode"])
 
-        found = source(o)
+        result = source(o)
         if int(source(sym(0))) < 0:
-            found = smax(0, found)
-        return found if int(source(sym(-1))) < 0 else smin(found, self.size - 1)
+            result = smax(0, result)
+        return result if int(source(sym(-1))) < 0 else smin(result, self.size - 1)
 
 
 def _quotient(a: SymExpr, b: SymExpr) -> SymExpr:
@@ -296,12 +296,12 @@ def _lower_nearest(x: Buffer, out: Buffer, axes: list[_Axis], attrs: Mapping[str
 
     def nearest(axis: _Axis, o: SymExpr) -> Value:
         where = axis.coordinate(o)
-        found = Scalar(_nearest(where, attrs["nearest_mode"], where.unary("floor"), select).value).cast("int64")
-        return found.minimum(index(axis.size - 1)).maximum(0).value
+        result = Scalar(_nearest(where, attrs["nearest_mode"], where.unary("floor"), select).value).cast("int64")
+        return result.minimum(index(axis.size - 1)).maximum(0).value
 
     def source(k: int, o: SymExpr) -> SymExpr:
-        found = exact[k].nearest(o) if k in exact else sources.get(k, o)
-        return o if found is None else found
+        result = exact[k].nearest(o) if k in exact else sources.get(k, o)
+        return o if result is None else result
 
     def copy(*i: SymVar) -> Stmt:
         value = Scalar(x[tuple(source(k, o) for k, o in enumerate(i))])
@@ -376,8 +376,8 @@ class _Tables:
 
     def begin(self, o: SymExpr) -> Scalar:
         """The first neighbour."""
-        found = self.kernel.first(Scalar(self.where[o]), self.stretch, lambda v: v.unary("floor"))
-        return Scalar(found.value)
+        result = self.kernel.first(Scalar(self.where[o]), self.stretch, lambda v: v.unary("floor"))
+        return Scalar(result.value)
 
     def is_outside(self, o: SymExpr) -> Scalar:
         return Scalar(_outside(Scalar(self.where[o]), self.size).value)
@@ -387,9 +387,9 @@ class _Tables:
 
         def weight(o: SymExpr, t: SymExpr) -> Value:
             position = self.begin(o) + index(t).cast("float32")
-            found = Scalar(kernel.weight((position - Scalar(self.where[o])).abs(), self.stretch, select).value)
+            value = Scalar(kernel.weight((position - Scalar(self.where[o])).abs(), self.stretch, select).value)
             excludes = kernel.attrs["exclude_outside"]
-            return (select(_outside(position, self.size), 0.0, found) if excludes else found).value
+            return (select(_outside(position, self.size), 0.0, value) if excludes else value).value
 
         stages = seq(_fill_coordinates(self.where, kernel.axis), compute(weights, weight))
         if not kernel.is_normalized:

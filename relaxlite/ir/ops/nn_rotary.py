@@ -80,8 +80,8 @@ class Rotary(Op):
         for sign, a, b in ((-1, first, second), (1, second, first)):
             c, s = (self._half(in_accumulator(t), sign < 0, half, interleaved) for t in (cos, sin))
             parts.append(a * c + sign * b * s)
-        made = np.stack(parts, axis=-1).reshape(x.shape) if interleaved else np.concatenate(parts, axis=-1)
-        return made.astype(x.dtype)
+        array = np.stack(parts, axis=-1).reshape(x.shape) if interleaved else np.concatenate(parts, axis=-1)
+        return array.astype(x.dtype)
 
     @staticmethod
     def _half(table: Any, is_first: bool, half: int, interleaved: bool) -> Any:

@@ -85,8 +85,8 @@ class GridSample(Op):
         def coordinate(*i: SymVar) -> Value:
             """In elements, stored in the order of the grid."""
             position = Scalar(grid[i]).cast(where.dtype)
-            found = Scalar(_denormalize(position, _size_of(x.shape, i[-1], where.dtype), align_corners).value)
-            return (found.unary("round") if mode == "nearest" else found).value
+            result = Scalar(_denormalize(position, _size_of(x.shape, i[-1], where.dtype), align_corners).value)
+            return (result.unary("round") if mode == "nearest" else result).value
 
         def pixel(i: tuple[SymVar, ...], offsets: tuple[int, ...]) -> Scalar:
             positions = [corner + begin + offset for corner, offset in zip(corners, offsets, strict=True)]
@@ -166,10 +166,10 @@ class GridSample(Op):
 
 def _size_of(shape: Shape, k: SymExpr, dtype: str) -> Scalar:
     """The size of spatial dimension k counted from the last, where k is a loop variable."""
-    found = index(shape[-1]).cast(dtype)
+    result = index(shape[-1]).cast(dtype)
     for back in range(1, len(shape) - 2):
-        found = select(index(k).equals(back), index(shape[-1 - back]).cast(dtype), found)
-    return found
+        result = select(index(k).equals(back), index(shape[-1 - back]).cast(dtype), result)
+    return result
 
 
 def _denormalize(position: Any, size: Any, align_corners: bool) -> Any:
@@ -275,9 +275,9 @@ class RoiAlign(Op):
                 places = [begins[k] + (index(bins[k]).cast(dtype) + inner[k]) * sizes[k] for k in (0, 1)]
                 return _bilinear(x, (picture, c), places, lambda v: Store(total, (), v.value, combine), combine)
 
-            found, number = Scalar(total[()]), (index(counts[0]) * index(counts[1])).maximum(1).cast(dtype)
-            found = found / number if combine == "add" else select(found.equals(float("-inf")), 0.0, found)
-            start, finish = Store(total, (), identity(combine, dtype)), Store(out, (r, c, *bins), found.value)
+            result, number = Scalar(total[()]), (index(counts[0]) * index(counts[1])).maximum(1).cast(dtype)
+            result = result / number if combine == "add" else select(result.equals(float("-inf")), 0.0, result)
+            start, finish = Store(total, (), identity(combine, dtype)), Store(out, (r, c, *bins), result.value)
             body: Stmt = Allocate(total, seq(start, loops("ij", counts, add_sample), finish))
             for count, size in zip(counts, sizes, strict=True):
                 needed = index(ratio) if ratio else size.unary("ceil").cast("int64").maximum(0)
@@ -364,9 +364,9 @@ def _bilinear_array(x: Any, places: list[Any]) -> Any:
     if any(p < -1 or p > d for p, d in zip(places, sizes, strict=True)):
         return np.zeros((4, x.shape[0]), x.dtype)
     near = [min(max(p, x.dtype.type(0)), x.dtype.type(d - 1)) for p, d in zip(places, sizes, strict=True)]
-    found = []
+    result = []
     for offsets in itertools.product((0, 1), repeat=2):
         corner = [min(int(p) + o, d - 1) for p, o, d in zip(near, offsets, sizes, strict=True)]
         weights = [p - np.floor(p) if o else 1 - (p - np.floor(p)) for p, o in zip(near, offsets, strict=True)]
-        found.append(weights[0] * weights[1] * x[:, corner[0], corner[1]])
-    return np.stack(found)
+        result.append(weights[0] * weights[1] * x[:, corner[0], corner[1]])
+    return np.stack(result)

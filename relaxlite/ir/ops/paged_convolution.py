@@ -78,18 +78,18 @@ class PagedConvolution(Op):
 
         def term(t: SymExpr, j: int) -> Stmt:
             """What token t of the block gets of the j-th that the convolution sees."""
-            place, found = SymVar("place", lower=None), SymVar("page", lower=None)
-            inside = (index(found) >= 0) & (index(found) < pool.shape[1])
+            place, result = SymVar("place", lower=None), SymVar("page", lower=None)
+            inside = (index(result) >= 0) & (index(result) < pool.shape[1])
             check = Check(inside.value, "paged_convolution: a page of the table is out of range for the pool")
             there = smin(smax(place + 1, sym(0)), sym(1))  # 0 before the sequence begins
 
             def channel(c: SymExpr) -> Stmt:
-                x = Scalar(Load(pool, (sym(0), found, place % page, c))).cast("float32")
+                x = Scalar(Load(pool, (sym(0), result, place % page, c))).cast("float32")
                 return Store(out, (first + t, c), (x * Scalar(weight[sym(j), c])).value, "add")
 
             of_page = seq(check, loops("c", (out.shape[1],), channel))
             number = Scalar(table[sequence, place // page]).cast("int64").value
-            once = For(SymVar("once"), there, LetIndex(found, number, of_page))
+            once = For(SymVar("once"), there, LetIndex(result, number, of_page))
             return LetIndex(place, index(position + t - (length - 1 - j)).value, once)
 
         w = SymVar("w")
@@ -117,7 +117,7 @@ class PagedConvolution(Op):
             """Of 7 rows, three of sequence 0 and then four of sequence 1."""
             return np.array([(0, 0, 1, 6, 0, 1), (0, 1, 2, 7, 0, 2), (0, 1, 2, 7, 1, 2), (1, 3, 4, 0, 0, 1)], np.int64)
 
-        ints, made = ("int32", "int64"), {3: table, 4: blocks}
+        ints, result = ("int32", "int64"), {3: table, 4: blocks}
         for length, dtype in ((3, "float32"), (1, "float32"), (4, "float16")):
             shapes = ((1, "p + 5", 4, 20), (length, 20), (7, 2), ("s + 2", 3), (4, 6))
-            yield Sample(shapes, {}, (dtype, "float32", "float32", *ints), made)
+            yield Sample(shapes, {}, (dtype, "float32", "float32", *ints), result)

@@ -35,18 +35,18 @@ class _Scaled(Op):
     attrs: ClassVar[Mapping[str, Attr]] = {"axis": Attr("int", 1), "block_size": Attr("int", 0)}
 
     def check_scale(self, x: Expr, scale: Expr, zero_point: Expr | None, axis: int, block_size: int) -> None:
-        shape, found = self.tensor(x, "x").shape or (), self.tensor(scale, "scale").shape or ()
+        shape, result = self.tensor(x, "x").shape or (), self.tensor(scale, "scale").shape or ()
         if not dtypes.is_float(self.tensor(scale).dtype):
             self.fail(f"scale must be of a float dtype, got {scale.ty}")
-        if not _is_one(found):
+        if not _is_one(result):
             expected = self.scale_shape(shape, axis, block_size)
-            if len(found) != len(expected) or any(map(PROVER.can_prove_ne, found, expected)):
+            if len(result) != len(expected) or any(map(PROVER.can_prove_ne, result, expected)):
                 wanted = f"one element or the shape {format_shape(expected)}"
-                self.fail(f"scale must have {wanted}, got {format_shape(found)}")
+                self.fail(f"scale must have {wanted}, got {format_shape(result)}")
         if zero_point is not None:
             zeros = self.tensor(zero_point, "zero_point").shape or ()
-            if len(zeros) != len(found) or any(map(PROVER.can_prove_ne, zeros, found)):
-                self.fail(f"zero_point must have the shape of scale, {format_shape(found)}, got {format_shape(zeros)}")
+            if len(zeros) != len(result) or any(map(PROVER.can_prove_ne, zeros, result)):
+                self.fail(f"zero_point must have the shape of scale, {format_shape(result)}, got {format_shape(zeros)}")
 
     def scale_shape(self, shape: Shape, axis: int, block_size: int) -> Shape:
         axis = normalize_axis(self, axis, len(shape))
@@ -101,11 +101,11 @@ class QuantizeLinear(_Scaled):
         self, x: Expr, scale: Expr, zero_point: Expr | None = None, *, axis: int, block_size: int, dtype: str | None
     ) -> Type:
         self.check_scale(x, scale, zero_point, axis, block_size)
-        found = dtype or ("uint8" if zero_point is None else self.tensor(zero_point).dtype)
-        if found not in QUANTIZED or (zero_point is not None and self.tensor(zero_point).dtype != found):
+        result = dtype or ("uint8" if zero_point is None else self.tensor(zero_point).dtype)
+        if result not in QUANTIZED or (zero_point is not None and self.tensor(zero_point).dtype != result):
             given = "no zero_point" if zero_point is None else f"zero_point {zero_point.ty}"
-            self.fail(f"the result must be one of {', '.join(QUANTIZED)}, as zero_point is, got {found} and {given}")
-        return TensorType(self.tensor(x).shape, found, self.tensor(x).rank)
+            self.fail(f"the result must be one of {', '.join(QUANTIZED)}, as zero_point is, got {result} and {given}")
+        return TensorType(self.tensor(x).shape, result, self.tensor(x).rank)
 
     def lower(
         self, x: Buffer, scale: Buffer, zero_point: Buffer | None = None, *, out: Buffer, axis: int, block_size: int,
@@ -183,7 +183,7 @@ class DequantizeLinear(_Scaled):
         yield Sample((("n", 7), ("n", 3), ("n", 3)), {"axis": 1, "block_size": 3}, ("uint8", "float32", "uint8"))
 
 
-WORD = 32  # bits
+PACKED_BYTES = 32  # bits
 
 
 @register
@@ -206,7 +206,7 @@ class UnpackIntegers(Op):
 
     def infer(self, words: Expr, *, rows: int, bits: int, dtype: str) -> Type:
         ty = self.tensor(words, "words")
-        shape, count = ty.shape or (), WORD // bits
+        shape, count = ty.shape or (), PACKED_BYTES // bits
         if ty.dtype != "int32" or not shape:
             self.fail(f"words must be int32 with at least one dimension, got {ty}")
         if rows < 0 or PROVER.can_prove_ne(shape[0], ceildiv(sym(rows), count)):
@@ -214,7 +214,7 @@ class UnpackIntegers(Op):
         return TensorType.of((rows, *shape[1:]), dtype)
 
     def lower(self, words: Buffer, *, out: Buffer, rows: int, bits: int, dtype: str) -> Stmt:
-        count = WORD // bits
+        count = PACKED_BYTES // bits
 
         def value(k: SymVar, *i: SymVar) -> Value:
             field = Scalar(Load(words, (k // count, *i))).binary("shift_right", k % count * bits) & ((1 << bits) - 1)
@@ -224,10 +224,10 @@ class UnpackIntegers(Op):
         return seq(*checks, compute(out, value))
 
     def reference(self, words: Any, *, rows: int, bits: int, dtype: str) -> Any:
-        shifts = np.arange(0, WORD, bits, dtype=np.uint32).reshape(1, -1, *(1,) * (words.ndim - 1))
+        shifts = np.arange(0, PACKED_BYTES, bits, dtype=np.uint32).reshape(1, -1, *(1,) * (words.ndim - 1))
         fields = np.expand_dims(words.view(np.uint32), 1) >> shifts & np.uint32((1 << bits) - 1)
         numbers = fields.astype(np.int16) - np.int16(1 << bits - 1)
-        return numbers.reshape(len(words) * (WORD // bits), *words.shape[1:])[:rows].astype(dtype)
+        return numbers.reshape(len(words) * (PACKED_BYTES // bits), *words.shape[1:])[:rows].astype(dtype)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(((2, "n"),), {"rows": 13, "bits": 4}, ("int32",), {0: _words})
@@ -238,7 +238,7 @@ class UnpackIntegers(Op):
 
 def pack_integers(values: Array, bits: int) -> Array:
     """Numbers from -2**(bits - 1) on as the words that `unpack_integers` takes apart; zeros fill up the last ones."""
-    count, half = WORD // bits, 1 << bits - 1
+    count, half = PACKED_BYTES // bits, 1 << bits - 1
     rows = -(-values.shape[0] // count)
     fields = np.full((rows * count, *values.shape[1:]), half, np.uint8)
     fields[: values.shape[0]] = values.astype(np.int16) + half

@@ -90,12 +90,12 @@ class _Recurrent(Op):
         state = (batch, sym(count), hidden) if layout else (sym(count), batch, hidden)
         expected = [shapes[0], (count, rows, (shapes[0] or (sym(0),))[-1]), (count, rows, hidden), (count, rows * 2)]
         expected += [state] * self.states + [(batch,), (count, hidden * 3)]
-        for found, wanted, name in zip(shapes, expected, self.names(), strict=False):
+        for result, wanted, name in zip(shapes, expected, self.names(), strict=False):
             dims = tuple(map(sym, wanted))
-            if name == "x" and len(found) != 3:
+            if name == "x" and len(result) != 3:
                 self.fail(f"x must be (time, batch, input), got {xt}")
-            if len(found) != len(dims) or any(map(PROVER.can_prove_ne, found, dims)):
-                self.fail(f"{name} must have shape {format_shape(dims)}, got {format_shape(found)}")
+            if len(result) != len(dims) or any(map(PROVER.can_prove_ne, result, dims)):
+                self.fail(f"{name} must have shape {format_shape(dims)}, got {format_shape(result)}")
         if not dtypes.is_float(xt.dtype):
             self.fail(f"x must be of a float dtype, got {xt.dtype}")
         self.per_direction(count, attrs)
@@ -116,11 +116,11 @@ class _Recurrent(Op):
             values[name] = attrs[name] or [PARAMETERS.get(activation, (0.0, 0.0))[k] for activation in given]
             if len(values[name]) != len(given):
                 self.fail(f"{name} must have one value for each of the {len(given)} activations, got {attrs[name]}")
-        found = []
+        result = []
         for part in (slice(d * size, (d + 1) * size) for d in range(count)):
             names = ",".join(given[part])
-            found.append({"activations": names, "alphas": values["alphas"][part], "betas": values["betas"][part]})
-        return found
+            result.append({"activations": names, "alphas": values["alphas"][part], "betas": values["betas"][part]})
+        return result
 
     def compose(self, ops: Ops, x: Any, w: Any, r: Any, b: Any, *rest: Any, attrs: Mapping[str, Any]) -> list[Any]:
         """[y, final states...]"""

@@ -68,13 +68,13 @@ class _Scan(Op):
         """The activations, those of the gates after clipping (not the third of LSTM, which is applied to the cell)."""
         names, clip = attrs["activations"].split(","), attrs["clip"]
         given = zip(names, attrs["alphas"], attrs["betas"], strict=True)
-        found = [_activation(name, alpha, beta, on_arrays=on_arrays) for name, alpha, beta in given]
+        result = [_activation(name, alpha, beta, on_arrays=on_arrays) for name, alpha, beta in given]
 
         def limit(x: Any) -> Any:
             return np.clip(x, -clip, clip) if on_arrays else x.minimum(clip).maximum(-clip)
 
-        clipped = [partial(_limited, f, limit) for f in found[:2]]
-        return found if clip is None else [*clipped, *found[2:]]
+        clipped = [partial(_limited, f, limit) for f in result[:2]]
+        return result if clip is None else [*clipped, *result[2:]]
 
     def reference(self, gates: Any, r: Any, *rest: Any, **attrs: Any) -> Any:
         *states, lengths = self.split(rest)
@@ -241,10 +241,10 @@ class LstmScan(_Scan):
             rounding = (loop.rounded(rounded, state, low, high),) if attrs["quantize_state"] else ()
 
             def gate(k: int, b: SymExpr, j: SymExpr, peep: int | None) -> Scalar:
-                found = Scalar(z[b, j + hidden * k])
+                result = Scalar(z[b, j + hidden * k])
                 if peepholes is None or peep is None:
-                    return found
-                return found + Scalar(peepholes[j + hidden * peep]) * Scalar(cell[b, j])
+                    return result
+                return result + Scalar(peepholes[j + hidden * peep]) * Scalar(cell[b, j])
 
             def new_cell(b: SymExpr, j: SymExpr) -> Scalar:
                 enter = f(gate(0, b, j, 0))

@@ -35,10 +35,10 @@ def normalize_axes(op: Op, axes: tuple[int, ...] | None, rank: int) -> tuple[int
     for axis in axes:
         if not -rank <= axis < rank:
             op.fail(f"axis {axis} does not exist in a tensor of rank {rank}")
-    found = tuple(sorted(axis % rank for axis in axes))
-    if len(set(found)) != len(found):
+    result = tuple(sorted(axis % rank for axis in axes))
+    if len(set(result)) != len(result):
         op.fail(f"axes {axes} name the same axis twice")
-    return found
+    return result
 
 
 def normalize_axis(op: Op, axis: int, rank: int) -> int:
@@ -405,8 +405,8 @@ class _Scan(Op):
         if exclusive:
             first, rest = np.split(np.roll(wide, 1, axis), [1], axis)
             wide = np.concatenate([np.full_like(first, start), rest], axis)
-        found = function(wide, axis=axis)
-        return (np.flip(found, axis) if reverse else found).astype(x.dtype)
+        result = function(wide, axis=axis)
+        return (np.flip(result, axis) if reverse else result).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
         for attrs in ({"axis": 0}, {"axis": -1, "exclusive": True}, {"axis": 1, "reverse": True, "exclusive": True}):

@@ -11,7 +11,7 @@ import numpy as np
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.intrinsics import NEAREST
 from relaxlite.ir.op import Attr, Op, Sample, register
-from relaxlite.ir.ops.block_codes import QUAD, Array, rotated
+from relaxlite.ir.ops.block_codes import DP4A_BYTES, Array, rotated
 from relaxlite.ir.ops.elementwise import cast_array
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import Allocate, Buffer, Intrinsic, Stmt, Store, Value, loops, reduce, seq
@@ -21,7 +21,7 @@ from relaxlite.ir.types import TensorType, TupleType, Type
 GREATEST = 127  # of a rounded activation
 LOW_BITS = (0, 4, 8)
 ROTATIONS = (1, 2, 4, 8, 16)
-LEAST_TOP = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
+MIN_TOP = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
 
 
 @register
@@ -49,10 +49,10 @@ class QuantizeBlocks(Op):
         depth = as_int(ty.shape[1]) if ty.shape is not None and ty.rank == 2 else None
         if ty.dtype != "float32" or depth is None:
             self.fail(f"x must be float32 of rank 2 with a constant last dimension, got {ty}")
-        if block < QUAD or block % QUAD or depth % block:
-            self.fail(f"rows of {depth} are no whole number of blocks of {block}, a multiple of {QUAD}")
-        if block // QUAD % rotation:
-            self.fail(f"blocks of {block // QUAD} quads are no whole number of rotations of {rotation}")
+        if block < DP4A_BYTES or block % DP4A_BYTES or depth % block:
+            self.fail(f"rows of {depth} are no whole number of blocks of {block}, a multiple of {DP4A_BYTES}")
+        if block // DP4A_BYTES % rotation:
+            self.fail(f"blocks of {block // DP4A_BYTES} quads are no whole number of rotations of {rotation}")
         assert ty.shape is not None
         blocks = (depth // block, ty.shape[0])
         codes = TensorType.of((*blocks, bytes_of_block(block, low_bits)), "int8")
@@ -71,7 +71,7 @@ class QuantizeBlocks(Op):
                 return mixed[(b,)] if rotation > 1 else x[i, g * block + b]
 
             def mix(first: SymExpr, b: SymExpr) -> Stmt:
-                places = [first * (rotation * QUAD) + q * QUAD + b for q in range(rotation)]
+                places = [first * (rotation * DP4A_BYTES) + q * DP4A_BYTES + b for q in range(rotation)]
                 quads = rotated([Scalar(x[i, g * block + at]) for at in places])
                 return seq(*(Store(mixed, (at,), quad.value) for at, quad in zip(places, quads, strict=True)))
 
@@ -92,10 +92,10 @@ class QuantizeBlocks(Op):
 
             greatest, width = Scalar(top[()]), (sym(block),)
             scale = greatest / float(GREATEST * unit * rotation)
-            inverse = select(greatest >= LEAST_TOP, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
-            groups = block // (rotation * QUAD)
+            inverse = select(greatest >= MIN_TOP, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
+            groups = block // (rotation * DP4A_BYTES)
             return seq(
-                *(loops("b", (sym(QUAD),), partial(mix, sym(t))) for t in range(groups if rotation > 1 else 0)),
+                *(loops("b", (sym(DP4A_BYTES),), partial(mix, sym(t))) for t in range(groups if rotation > 1 else 0)),
                 reduce(top, width, "max", literal(0.0, "float32"), lambda b: Scalar(given(b)).abs().value),
                 Store(scales, (g, i), scale.value),
                 Store(factor, (), inverse.value),
@@ -110,7 +110,7 @@ class QuantizeBlocks(Op):
             of_all = reduce(total, all_of, "add", zero, lambda b: numbers[(b,)])
             if rotation == 1:
                 return [of_all, Store(sums, (g, i), total[()])]
-            step, first = rotation * QUAD, (sym(groups), sym(QUAD))
+            step, first = rotation * DP4A_BYTES, (sym(groups), sym(DP4A_BYTES))
             of_first = reduce(total, first, "add", zero, lambda t, b: numbers[(t * step + b,)])
             return [of_first, Store(sums, (sym(0), g, i), total[()]), of_all, Store(sums, (sym(1), g, i), total[()])]
 
@@ -119,11 +119,11 @@ class QuantizeBlocks(Op):
 
     def reference(self, x: Any, *, block: int, low_bits: int, rotation: int) -> Any:
         blocks = x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
-        quads = blocks.reshape(*blocks.shape[:2], block // (rotation * QUAD), rotation, QUAD)
+        quads = blocks.reshape(*blocks.shape[:2], block // (rotation * DP4A_BYTES), rotation, DP4A_BYTES)
         blocks = np.stack(rotated([quads[..., q, :] for q in range(rotation)]), axis=-2).reshape(blocks.shape)
         with np.errstate(all="ignore"):
             top = np.abs(blocks).max(axis=2, initial=0)
-            factor = np.where(top >= np.float32(LEAST_TOP), np.float32(GREATEST) / top, np.float32(0))
+            factor = np.where(top >= np.float32(MIN_TOP), np.float32(GREATEST) / top, np.float32(0))
             scaled = blocks * factor[..., None]
             numbers = cast_array(np.rint(scaled * np.float32(1 << low_bits)), "int32")
         high = (numbers + (1 << low_bits) // 2) >> low_bits
@@ -149,7 +149,7 @@ def sums_of(numbers: Array, rotation: int) -> Array:
     every: Array = numbers.sum(axis=-1).astype(np.int32)
     if rotation == 1:
         return every
-    quads = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // (rotation * QUAD), rotation, QUAD)
+    quads = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // (rotation * DP4A_BYTES), rotation, DP4A_BYTES)
     return np.stack([quads[..., 0, :].sum(axis=(-2, -1)).astype(np.int32), every])
 
 

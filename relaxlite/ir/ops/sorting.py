@@ -242,9 +242,9 @@ def _insert_all(x: Buffer, out: tuple[Buffer, Buffer], at: At, size: SymExpr, k:
             return Store(place, zero, is_ahead.cast("int64").value, "add")
 
         count = loops("s", (smin(t, k),), stays_ahead)
-        found = seq(Store(place, zero, literal(0, "int64")), count, _let("p", Scalar(place[0]), lambda p: insert(t, p)))
+        code = seq(Store(place, zero, literal(0, "int64")), count, _let("p", Scalar(place[0]), lambda p: insert(t, p)))
         enters = select(index(t) < k, Scalar(literal(True, "bool")), is_better(new, Scalar(values[at(k - 1)]), largest))
-        return IfThenElse(enters.value, found)
+        return IfThenElse(enters.value, code)
 
     t = SymVar("t")
     return Allocate(place, For(t, size, attempt(t)))

@@ -49,8 +49,8 @@ class CosineWindow(Op):
 
         def value(i: SymExpr) -> Value:
             angle = index(i).cast("float64") * (2 * math.pi) / period
-            found = a0 - a1 * angle.unary("cos")
-            return (found + a2 * (angle * 2.0).unary("cos") if a2 else found).cast(dtype).value
+            result = a0 - a1 * angle.unary("cos")
+            return (result + a2 * (angle * 2.0).unary("cos") if a2 else result).cast(dtype).value
 
         return compute(out, value)
 
@@ -91,8 +91,8 @@ class DftMatrix(Op):
         def value(n: SymExpr, p: SymExpr, k: SymExpr, q: SymExpr) -> Value:
             turn = _quarters(n * k % sizes[0], p - q, sizes[0], inverse)
             part = (index(turn - sizes[0] * 2).cast("float64").abs() - length) / length
-            found = (part * (math.pi / 2)).unary("sin")
-            return (found / length if inverse else found).cast(dtype).value
+            result = (part * (math.pi / 2)).unary("sin")
+            return (result / length if inverse else result).cast(dtype).value
 
         return compute(out, value)
 
@@ -101,8 +101,8 @@ class DftMatrix(Op):
         n, p, k, q = np.ogrid[:length, :parts, :bins, :2]
         size = max(length, 1)
         turn = _quarters(n * k % size, p - q, size, inverse)
-        found = np.sin((np.abs(turn - 2 * size) - size) / size * (math.pi / 2))
-        return (found / (size if inverse else 1)).astype(dtypes.to_numpy(dtype))
+        result = np.sin((np.abs(turn - 2 * size) - size) / size * (math.pi / 2))
+        return (result / (size if inverse else 1)).astype(dtypes.to_numpy(dtype))
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", "n//2+1"),), {}, ("shape",))
@@ -125,8 +125,8 @@ def _transformed(rows: Any, bins: int, inverse: bool) -> Any:
     """The first bins (..., bins, 2) of the transform of rows (..., n, parts): by FFT, but rows of infinities or NaNs as
     the sums that define it, where 0 * inf is NaN."""
     signal = rows[..., 0] + (1j * rows[..., 1] if rows.shape[-1] == 2 else 0)
-    found = (np.fft.ifft if inverse else np.fft.fft)(signal, axis=-1)[..., :bins]
-    parts = np.stack([found.real, found.imag], axis=-1)
+    result = (np.fft.ifft if inverse else np.fft.fft)(signal, axis=-1)[..., :bins]
+    parts = np.stack([result.real, result.imag], axis=-1)
     odd = ~np.isfinite(rows).all(axis=(-2, -1))
     if odd.any():
         sizes, dtype = (rows.shape[-2], bins), str(rows.dtype)
@@ -186,8 +186,8 @@ class Dft(Op):
         along, (points,) = axis % x.ndim, length
         rows = np.moveaxis(in_accumulator(x), along, -2)[..., :points, :]
         rows = np.pad(rows, [(0, 0)] * (x.ndim - 2) + [(0, points - rows.shape[-2]), (0, 0)])
-        found = _transformed(rows, points // 2 + 1 if onesided else points, inverse)
-        return np.moveaxis(found, -2, along).astype(x.dtype)
+        result = _transformed(rows, points // 2 + 1 if onesided else points, inverse)
+        return np.moveaxis(result, -2, along).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
         kinds = ("float32", "shape")
@@ -224,9 +224,9 @@ class Stft(Op):
         rows = emit_op(bb, "transpose", table, axes=(2, 3, 1, 0))
         filters = emit_op(bb, "multiply", emit_reshape(bb, rows, (bins * 2, parts, length)), window)
         signal = emit_op(bb, "transpose", x, axes=(0, 2, 1))
-        found = emit_op(bb, "conv", signal, filters, (0, 0), strides=(call.attrs["step"],))
-        found = emit_op(bb, "transpose", found, axes=(0, 2, 1))
-        return get_op("reshape")(found, (*(self.tensor(found).shape or ())[:2], bins, 2))
+        result = emit_op(bb, "conv", signal, filters, (0, 0), strides=(call.attrs["step"],))
+        result = emit_op(bb, "transpose", result, axes=(0, 2, 1))
+        return get_op("reshape")(result, (*(self.tensor(result).shape or ())[:2], bins, 2))
 
     def reference(self, x: Any, window: Any, *, step: int, onesided: bool) -> Any:
         length = len(window)

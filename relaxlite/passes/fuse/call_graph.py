@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import field
 from math import inf
 
+from relaxlite.ir.attributes import COMPOSITE
 from relaxlite.ir.expr import (
     Attrs,
     Binding,
@@ -105,7 +106,7 @@ def joined(groups: Iterable[Group]) -> Group | str:
     """One group of all nodes, at a place where everything that they need is there and nothing needs them yet; where
     there is no such place, the reason."""
     nodes = sorted((n for g in groups for n in g.nodes), key=lambda n: n.position)
-    inside, made = set(nodes), Group(nodes, nodes[-1].position)
+    inside, result = set(nodes), Group(nodes, nodes[-1].position)
     needed = [p.group.place for n in nodes for p in n.producers if p not in inside]
     before = max((*needed, *(n.earliest for n in nodes)))
     users = [(c.group.place, c.var.name) for n in nodes for c in n.consumers if c not in inside]
@@ -113,9 +114,9 @@ def joined(groups: Iterable[Group]) -> Group | str:
     after, name = min(users, default=(inf, ""), key=lambda user: user[0])
     if before >= after:
         return f"{name} is needed in between"
-    if not before < made.place < after:
-        made.place = (before + after) / 2 if after < inf else before + 0.5
-    return made
+    if not before < result.place < after:
+        result.place = (before + after) / 2 if after < inf else before + 0.5
+    return result
 
 
 def make_graph(body: Body, node_of: Callable[[int, Binding], Node | None]) -> list[Node]:
@@ -171,16 +172,16 @@ def _common(a: Node | None, b: Node | None) -> Node | None:
 
 def between(node: Node, sink: Node) -> list[Node]:
     """Every call on a path from node (excluded) to sink (included)."""
-    found: dict[Node, None] = {}
+    roots: dict[Node, None] = {}
     stack = list(node.consumers)
     while stack:
         current = stack.pop()
-        if current in found:
+        if current in roots:
             continue
-        found[current] = None
+        roots[current] = None
         if current is not sink:
             stack.extend(current.consumers)
-    return list(found)
+    return list(roots)
 
 
 def composite(group: Group) -> Function:
@@ -201,7 +202,7 @@ def composite(group: Group) -> Function:
         bindings.append(Let(var, Call(n.call.callee, args, n.call.attrs, n.call.sym_args, n.call.ty, n.call.loc)))
     results = tuple(env[n.var] for n in group.outs)
     body = Body((Block(tuple(bindings)),), results[0] if len(results) == 1 else Tuple(results))
-    return Function(tuple(params), body, Attrs({"composite": True}))
+    return Function(tuple(params), body, Attrs({COMPOSITE: True}))
 
 
 def _place(group: Group) -> str | None:

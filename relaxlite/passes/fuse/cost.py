@@ -27,7 +27,7 @@ CALL_NS = 50
 THREADS = 4  # what a kernel of independent iterations can count on anywhere
 SIZES = (1, 16, 128, 1024)  # that stand for all values of a symbol
 LARGER = (1 << 14, 1 << 17, 1 << 20)  # where none of those gives every tensor a size: samples of sound
-MOST_ALONE = 4  # symbols that are also tried at the largest size while the others are at the least
+MAX_ALONE = 4  # symbols that are also tried at the largest size while the others are at the least
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,11 @@ def _gains(
 
 def representative_sizes(symbols: Sequence[SymVar], sizes: tuple[int, ...] = SIZES) -> list[dict[SymVar, int]]:
     """Assignments that stand for all: every symbol small, middling, large, and each large alone, within bounds."""
-    found = [{v: _within(v, size) for v in symbols} for size in sizes]
+    result = [{v: _within(v, size) for v in symbols} for size in sizes]
     if len(symbols) > 1:
-        least = found[0]
-        found += [{**least, v: _within(v, sizes[-1])} for v in symbols[:MOST_ALONE]]
-    return list({tuple(values.items()): values for values in found}.values())
+        least = result[0]
+        result += [{**least, v: _within(v, sizes[-1])} for v in symbols[:MAX_ALONE]]
+    return list({tuple(values.items()): values for values in result}.values())
 
 
 def _within(symbol: SymVar, size: int) -> int:

@@ -48,7 +48,7 @@ from relaxlite.passes.loops.pattern import LoopPattern, analyze
 from relaxlite.records import dataclass
 
 _INT32_MAX = 2**31 - 1
-_MOST_EPILOGUE = 12  # ops in a kernel behind a call; they are there twice
+_MAX_EPILOGUE = 12  # ops in a kernel behind a call; they are there twice
 
 
 def dispatch(module: IRModule, context: PassContext) -> IRModule:
@@ -96,8 +96,8 @@ class _Epilogue:
     def operands(self) -> dict[Expr, str]:
         """What they read beside the root, with names."""
         own = {self.root, *self.variables}
-        found = dict.fromkeys(a for _, call in self.calls for a in call.args if isinstance(a, Var) and a not in own)
-        return {operand: f"{operand.name}_{k}" for k, operand in enumerate(found)}
+        result = dict.fromkeys(a for _, call in self.calls for a in call.args if isinstance(a, Var) and a not in own)
+        return {operand: f"{operand.name}_{k}" for k, operand in enumerate(result)}
 
 
 class _Dispatch(Rewriter):
@@ -144,18 +144,18 @@ class _Dispatch(Rewriter):
         first = candidates[0]
         epilogue = self._epilogue(var, value)
         for tried in (epilogue, _Epilogue(var)) if epilogue.calls else (epilogue,):
-            made = self._program(candidates, tried, value)
-            if not isinstance(made, str):
+            result = self._program(candidates, tried, value)
+            if not isinstance(result, str):
                 break
-        if isinstance(made, str):
-            self._decide(var, first.rule, made)
+        if isinstance(result, str):
+            self._decide(var, first.rule, result)
             return
         for candidate in candidates:
             figures = {text: candidate.rule.evaluate(text, candidate.dims) for text in candidate.rule.when}
             self._decide(var, candidate.rule, None, figures, tried)
         chain = (var, *tried.variables)
         self._taken.update(first.found.inner, chain[:-1])
-        program, args = made
+        program, args = result
         self._chosen[chain[-1]] = program, _name(value, tried, first.rule), args
 
     def _program(
@@ -199,7 +199,7 @@ class _Dispatch(Rewriter):
         """The elementwise ops behind a call that fusion would put into its loops."""
         calls: list[tuple[Var, Call]] = []
         current = var
-        while len(calls) < _MOST_EPILOGUE:
+        while len(calls) < _MAX_EPILOGUE:
             users = self._users.get(current, [])
             call = self._matcher.bindings.get(users[0]) if len(users) == 1 else None
             if not isinstance(call, Call) or not self._follows(call, users[0], current, value.ty):
@@ -242,12 +242,12 @@ class _Dispatch(Rewriter):
         for rule in self._context.libraries or ():
             if value.callee.name not in rule.pattern.root_ops:
                 continue
-            found = self._matcher.match(rule.pattern, value)
-            if found is None:
+            match = self._matcher.match(rule.pattern, value)
+            if match is None:
                 continue
             result = value.ty if isinstance(value.ty, TensorType) else None
-            dims = rule.dimensions(found, result, self._analyzer)
-            problem = dims if isinstance(dims, str) else self._refusal(rule, found, dims, value.ty)
+            dims = rule.dimensions(match, result, self._analyzer)
+            problem = dims if isinstance(dims, str) else self._refusal(rule, match, dims, value.ty)
             if problem is not None:
                 if problem in refusals:
                     continue
@@ -255,7 +255,7 @@ class _Dispatch(Rewriter):
                 figures = {} if isinstance(dims, str) else {k: rule.evaluate(k, dims) for k in rule.when}
                 self._decide(var, rule, problem, figures)
             elif not isinstance(dims, str):
-                groups.setdefault(frozenset(found.inner), []).append(_Candidate(rule, found, dims))
+                groups.setdefault(frozenset(match.inner), []).append(_Candidate(rule, match, dims))
         largest = groups[max(groups, key=len)] if groups else []
         always = [k for k, candidate in enumerate(largest) if not _conditions(candidate, self._analyzer)]
         return largest[: always[0] + 1] if always else largest

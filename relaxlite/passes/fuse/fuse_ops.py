@@ -4,7 +4,7 @@ The graph of calls is walked in order; a call `u` may join its immediate post-do
 its uses flow into) together with everything on the paths between, when the patterns of those programs allow it:
 
     epilogue    u is a reduction, ROW or OUT_FUSIBLE, all others are elementwise over u's own output shape
-    injective   u and the path are at most PARTS, v is at most ROW
+    injective   u and the path are at most CONCAT, v is at most ROW
     rows        all are reductions of rows, row programs, or elementwise along the same rows or once per row
 
 Reshapes take part: between two programs one becomes a change of indices, at the edge of a group it stays a view.
@@ -65,6 +65,7 @@ MAX_STREAMS = 16  # tensors that a kernel of several outputs goes through side b
 
 
 def fuse_ops(module: IRModule, context: PassContext) -> IRModule:
+    """Group calls of tensor programs that are to become one kernel into composite functions."""
     definitions: dict[str, Definition] = dict(module)
     patterns = {name: analyze(program) for name, program in module.programs().items()}
     table = ProgramTable(definitions)
@@ -103,7 +104,7 @@ class _FuseFunction(Rewriter):
         inner = {n.var for g in groups for n in g.nodes}
         placed = [(float(k), [b]) for k, b in enumerate(body.bindings()) if b.var not in inner]
         placed += [(g.place, call_bindings(g, self._define(g))) for g in groups]
-        bindings = tuple(b for _, made in sorted(placed, key=lambda item: item[0]) for b in made)
+        bindings = tuple(b for _, result in sorted(placed, key=lambda item: item[0]) for b in result)
         return super().body(Body((Block(bindings, is_dataflow=False),), body.result))
 
     def _node(self, position: int, binding: Binding) -> Node | None:
@@ -127,8 +128,8 @@ class _FuseFunction(Rewriter):
             program, _ = lower_call(call)
             self._views[key] = self._table.add("reshape", program), program, analyze(program)
         callee, program, pattern = self._views[key]
-        made = Call(callee, (source,), sym_args=program.symbols, ty=call.ty, loc=call.loc)
-        return Node(position, var, made, program, pattern, is_view=True)
+        result = Call(callee, (source,), sym_args=program.symbols, ty=call.ty, loc=call.loc)
+        return Node(position, var, result, program, pattern, is_view=True)
 
     # One output
 
@@ -286,7 +287,7 @@ def _needs_trial(group: Group) -> bool:
     follows a reduction in another order."""
     anchors = [n.position for n in group.nodes if n.pattern >= LoopPattern.REDUCTION]
     after = [n for n in group.nodes if any(n.position > p for p in anchors)]
-    return any(n.is_view or (n.pattern == LoopPattern.PARTS and n not in group.outs) for n in group.nodes) or any(
+    return any(n.is_view or (n.pattern == LoopPattern.CONCAT and n not in group.outs) for n in group.nodes) or any(
         not _is_in_place(n, group) for n in after
     )
 
@@ -351,7 +352,7 @@ def _siblings(node: Node) -> Iterator[Node]:
 
 
 def _is_plain(group: Group) -> bool:
-    return all(n.pattern < LoopPattern.PARTS and not n.is_view for n in group.nodes)
+    return all(n.pattern < LoopPattern.CONCAT and not n.is_view for n in group.nodes)
 
 
 def _shared_bytes(a: Group, b: Group) -> SymExpr:
@@ -367,7 +368,7 @@ def _may_read_output(node: Node, consumer: Node) -> bool:
     if node.group is consumer.group or node.pattern == LoopPattern.OPAQUE:
         return False
     own, its = node.group, consumer.group
-    if node is not own.outs[-1] or any(n.pattern == LoopPattern.PARTS for n in (*own.nodes, *its.nodes)):
+    if node is not own.outs[-1] or any(n.pattern == LoopPattern.CONCAT for n in (*own.nodes, *its.nodes)):
         return False
     if own.has_anchor:
         return _is_plain(its) and refuse_epilogue(node, [consumer]) is None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.attributes import COMPOSITE
 from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.expr import Call, Expr, Function, GlobalVar, Let, ShapeValue, Tuple, Var
 from relaxlite.ir.module import Definition, IRModule
@@ -30,7 +31,8 @@ _NEGATIVE = " is negative"  # ends the messages of checks that name a tensor of 
 
 
 def fuse_programs(module: IRModule) -> IRModule:
-    composites = {n: f for n, f in module.functions().items() if f.attrs.get("composite")}
+    """Merge the loops of each composite function into one tensor program."""
+    composites = {n: f for n, f in module.functions().items() if f.attrs.get(COMPOSITE)}
     definitions: dict[str, Definition] = {n: d for n, d in module.items() if n not in composites}
     table = ProgramTable(definitions)
     fused: dict[str, _Fused] = {}
@@ -75,10 +77,10 @@ class _CallFused(Rewriter):
         sym_args = tuple(shape.values[position] for position in order)
         ty, symbols = value.ty, dict(zip(program.symbols, sym_args, strict=True))
         if isinstance(ty, TensorType) and ty.shape is not None:
-            made = tuple(substitute(d, symbols) for d in program.outputs[0].shape)
-            if len(made) != len(ty.shape) or not all(map(_ANALYZER.can_prove_equal, made, ty.shape)):
+            result = tuple(substitute(d, symbols) for d in program.outputs[0].shape)
+            if len(result) != len(ty.shape) or not all(map(_ANALYZER.can_prove_equal, result, ty.shape)):
                 call = Call(
-                    callee, tuple(args), value.attrs, sym_args, TensorType(made, ty.dtype, len(made)), value.loc
+                    callee, tuple(args), value.attrs, sym_args, TensorType(result, ty.dtype, len(result)), value.loc
                 )
                 return get_op("reshape")(self.bb.emit(call, var.name), ShapeValue(ty.shape))
         return Call(callee, tuple(args), value.attrs, sym_args, ty, value.loc)

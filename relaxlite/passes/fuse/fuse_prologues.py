@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from relaxlite import dtypes
+from relaxlite.ir.attributes import COMPOSITE
 from relaxlite.ir.expr import Attrs, Block, Body, Call, Constant, Expr, Function, GlobalVar, Let, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import Allocate, Binary, Cast, Load, TensorProgram, Value
@@ -77,15 +78,15 @@ class _FusePrologues(Rewriter):
         if program is None:
             return None
         assert isinstance(value, Call)
-        found = [self._chains[a] for a in value.args if isinstance(a, Var) and a in self._chains]
+        result = [self._chains[a] for a in value.args if isinstance(a, Var) and a in self._chains]
         if value.args and all(isinstance(a, Constant) or a in self._chains for a in value.args):
-            self._note_chain(var, value, found)
+            self._note_chain(var, value, result)
             return None
         if self._uses[var] == 1 and _swaps_last(program):
             self._turned[var] = value
             return None
         has_turned = any(a in self._turned for a in value.args)
-        if not (found or has_turned) or not is_matrix_product(program):
+        if not (result or has_turned) or not is_matrix_product(program):
             return None
         columns = _along_columns(program, value)
         turned = self._turned_columns(columns, var, value)
@@ -147,7 +148,7 @@ class _FusePrologues(Rewriter):
             bindings.append(Let(inside[old], Call(c.callee, args, c.attrs, c.sym_args, c.ty, c.loc)))  # type: ignore[arg-type]
         shape = Var("symbols", ShapeType(symbols, len(symbols)))
         body = Body((Block(tuple(bindings)),), bindings[-1].var)
-        program = merge(Function((*params.values(), shape), body, Attrs({"composite": True})), self._module)
+        program = merge(Function((*params.values(), shape), body, Attrs({COMPOSITE: True})), self._module)
         kind = "stored" if all(isinstance(a, Constant) for c in chain.values() for a in c.args[:1]) else "turned"
         callee = self._table.add(f"{call.callee.name}_of_{kind}", program)
         assert set(program.symbols) <= set(symbols)

@@ -27,15 +27,15 @@ from relaxlite.ir.program_visitor import all_values, loads
 from relaxlite.ir.symbolic import as_int, sym
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.legalize import ProgramTable
-from relaxlite.passes.loops.merge_calls import Instances, Places, Site, map_blocks, sites_of, stem
+from relaxlite.passes.loops.merge_calls import CallSite, DefUsePositions, ProgramInstances, call_sites, map_blocks, stem
 from relaxlite.passes.loops.pattern import LoopPattern, analyze, perfect_nest, reduction_of, top_stages
-from relaxlite.passes.products.constant_weights import Way
-from relaxlite.passes.products.strategies import ProductWays, ways_fit_for
+from relaxlite.passes.products.constant_weights import WeightStrategy
+from relaxlite.passes.products.strategies import ProductStrategies, strategies_fit_for
 from relaxlite.records import dataclass
 
-MOST_CALLS = 8  # of a group: bounds the size of the code
-MOST_BETWEEN = 3  # reductions between two calls of a group
-MOST_OPERATIONS = 12  # per element of what counts as a copy
+MAX_CALLS = 8  # of a group: bounds the size of the code
+MAX_BETWEEN = 3  # reductions between two calls of a group
+MAX_OPERATIONS = 12  # per element of what counts as a copy
 LONGEST_NAME = 60
 
 _Joined: TypeAlias = dict[object, Call]  # by likeness
@@ -44,16 +44,18 @@ _Joined: TypeAlias = dict[object, Call]  # by likeness
 def join_calls(module: IRModule, context: PassContext) -> IRModule:
     """Products of one operand, and copies for one call, become one kernel each."""
 
-    ways = ProductWays(module, context)
+    ways = ProductStrategies(module, context)
     # Layers repeat, and share their programs.
     joined: _Joined = {}
     analyzed, product_of, is_copy = cache(analyze), cache(_product), cache(_is_copy)
 
-    def change(block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[Way]) -> Sequence[Binding]:
+    def change(
+        block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[WeightStrategy]
+    ) -> Sequence[Binding]:
         bindings = block.bindings
         products = partial(_products, ways=ways, context=context, analyzed=analyzed, product_of=product_of)
         for groups in (products, partial(_copies, is_copy=is_copy)):
-            sites = sites_of(bindings, module)
+            sites = call_sites(bindings, module)
             by_var = {site.var: site for site in sites}
             slots: list[list[Binding]] = [[binding] for binding in bindings]
             for names in [found for found in groups(sites) if len(found) > 1]:
@@ -61,15 +63,15 @@ def join_calls(module: IRModule, context: PassContext) -> IRModule:
             bindings = tuple(binding for slot in slots for binding in slot)
         return bindings
 
-    made = module
+    result = module
     for name in module.functions():
-        made = map_blocks(made, partial(change, ways=ways.of(name)), [name])
-    return made
+        result = map_blocks(result, partial(change, ways=ways.of(name)), [name])
+    return result
 
 
 def _products(
-    sites: list[Site],
-    ways: Sequence[Way],
+    sites: list[CallSite],
+    ways: Sequence[WeightStrategy],
     context: PassContext,
     analyzed: Callable[[TensorProgram], LoopPattern],
     product_of: Callable[[TensorProgram], _Product | None],
@@ -84,9 +86,9 @@ def _products(
         product = product_of(site.program)
         operands = _operands(site, product) if product is not None else ()
         if product is not None and operands:
-            runs = groups.setdefault((operands, product.terms, ways_fit_for(site, ways)), [[]])
-            if runs[-1] and count - last[runs[-1][-1]] > MOST_BETWEEN:
-                reason = f"there are more than {MOST_BETWEEN} reductions in between"
+            runs = groups.setdefault((operands, product.terms, strategies_fit_for(site, ways)), [[]])
+            if runs[-1] and count - last[runs[-1][-1]] > MAX_BETWEEN:
+                reason = f"there are more than {MAX_BETWEEN} reductions in between"
                 context.decide("join_calls", f"{site.var.name} beside {runs[-1][-1].name}", False, reason)
                 runs.append([])
             runs[-1].append(site.var)
@@ -105,17 +107,17 @@ class _Product:
 
 def _product(program: TensorProgram) -> _Product | None:
     stages = [s for s in top_stages(program) if not isinstance(s, Check)]
-    found = reduction_of(stages[0]) if len(stages) == 1 else None
-    if found is None or analyze(program) != LoopPattern.OUT_FUSIBLE:
+    reduction = reduction_of(stages[0]) if len(stages) == 1 else None
+    if reduction is None or analyze(program) != LoopPattern.OUT_FUSIBLE:
         return None
-    steps = perfect_nest(found.inner).loops
+    steps = perfect_nest(reduction.inner).loops
     terms = as_int(steps[0].extent)
     if len(steps) != 1 or terms is None:
         return None
-    return _Product(tuple(dict.fromkeys(load.buffer for load in loads(found.update))), terms)
+    return _Product(tuple(dict.fromkeys(load.buffer for load in loads(reduction.update))), terms)
 
 
-def _operands(site: Site, product: _Product) -> tuple[Var, ...]:
+def _operands(site: CallSite, product: _Product) -> tuple[Var, ...]:
     """Those that are no constants, x and its zero point, of a product with weights; else none."""
     args = dict(zip(site.program.inputs, site.call.args, strict=True))
     read = dict.fromkeys(args[buffer] for buffer in product.read)
@@ -123,13 +125,13 @@ def _operands(site: Site, product: _Product) -> tuple[Var, ...]:
     return operands if len(operands) < len(read) else ()
 
 
-def _copies(sites: list[Site], is_copy: Callable[[TensorProgram], bool]) -> Iterator[list[Var]]:
+def _copies(sites: list[CallSite], is_copy: Callable[[TensorProgram], bool]) -> Iterator[list[Var]]:
     """For each call, the copies that it reads."""
     by_var = {site.var: site for site in sites}
     taken: set[Var] = set()
     for site in sites:
-        found = [a for a in dict.fromkeys(site.call.args) if isinstance(a, Var) and a in by_var and a not in taken]
-        group = [var for var in found if is_copy(by_var[var].program)]
+        result = [a for a in dict.fromkeys(site.call.args) if isinstance(a, Var) and a in by_var and a not in taken]
+        group = [var for var in result if is_copy(by_var[var].program)]
         taken.update(group)
         yield group
 
@@ -142,23 +144,25 @@ def _is_copy(program: TensorProgram) -> bool:
         body = perfect_nest(stage).body
         if not isinstance(body, Store) or body.combine is not None or body.buffer not in program.outputs:
             return False
-    return sum(isinstance(v, Unary | Binary) for v in all_values(program.body)) <= MOST_OPERATIONS
+    return sum(isinstance(v, Unary | Binary) for v in all_values(program.body)) <= MAX_OPERATIONS
 
 
 def _join(
-    slots: list[list[Binding]], group: list[Site], table: ProgramTable, context: PassContext, joined: _Joined
+    slots: list[list[Binding]], group: list[CallSite], table: ProgramTable, context: PassContext, joined: _Joined
 ) -> None:
     """Make one call of the calls of a group, unless fewer than two can meet in one place. `slots` is a block: what
     stands now at each of the positions that the sites name."""
     group = sorted(group, key=lambda site: site.position)
     part = range(group[0].position, group[-1].position + 1)
-    members, place = _meeting(group, Places((position, binding) for position in part for binding in slots[position]))
-    members = members[:MOST_CALLS]
+    members, place = _meeting(
+        group, DefUsePositions((position, binding) for position in part for binding in slots[position])
+    )
+    members = members[:MAX_CALLS]
     for site in group:
         if site not in members:
             reason = (
                 "too many calls"
-                if len(members) == MOST_CALLS
+                if len(members) == MAX_CALLS
                 else "it needs a value made in between, or is needed there"
             )
             context.decide("join_calls", f"{site.var.name} beside {group[0].var.name}", False, reason)
@@ -176,22 +180,22 @@ def _join(
         kernels_saved=sym(len(members) - 1), operands_shared=sym(shared),
     )  # fmt: skip
     result = Var(f"{outputs[0].name}_joined", call.ty)
-    made: list[Binding] = [Let(result, call)]
-    made += [Let(var, TupleGetItem(result, k)) for k, var in enumerate(outputs)]
+    bindings: list[Binding] = [Let(result, call)]
+    bindings += [Let(var, TupleGetItem(result, k)) for k, var in enumerate(outputs)]
     for site in members:
         slots[site.position] = [binding for binding in slots[site.position] if binding.var is not site.var]
-    slots[place] = made + slots[place]
+    slots[place] = bindings + slots[place]
 
 
-def _likeness(members: list[Site], inputs: Sequence[Expr]) -> object:
+def _likeness(members: list[CallSite], inputs: Sequence[Expr]) -> object:
     """What groups that become one program have in common: programs, symbols, types, and who reads what."""
     places = {expr: k for k, expr in enumerate(inputs)}
     calls = [(s.call.callee, s.call.sym_args, s.var.ty, *(places[a] for a in s.call.args)) for s in members]
     return (*calls, *(expr.ty for expr in inputs))
 
 
-def _joined(members: list[Site], inputs: Sequence[Expr], table: ProgramTable) -> Call:
-    parts = Instances()
+def _joined(members: list[CallSite], inputs: Sequence[Expr], table: ProgramTable) -> Call:
+    parts = ProgramInstances()
     stages = [parts.stages(site) for site in members]
     checks = [s for own in stages for s in own if isinstance(s, Check)]
     nests = [[s for s in own if not isinstance(s, Check)] for own in stages]
@@ -199,7 +203,7 @@ def _joined(members: list[Site], inputs: Sequence[Expr], table: ProgramTable) ->
     return parts.call(_name(members), seq(*checks, *order), inputs, [site.var for site in members], table)
 
 
-def _meeting(group: list[Site], places: Places) -> tuple[list[Site], int]:
+def _meeting(group: list[CallSite], places: DefUsePositions) -> tuple[list[CallSite], int]:
     """The calls of a group that can move to one position: up to that of the first, or down to that of the last."""
     first, last = group[0].position, group[-1].position
     up = [site for site in group if places.defined(site) < first]
@@ -207,6 +211,6 @@ def _meeting(group: list[Site], places: Places) -> tuple[list[Site], int]:
     return (up, first) if len(up) >= len(down) else (down, last)
 
 
-def _name(members: list[Site]) -> str:
+def _name(members: list[CallSite]) -> str:
     stems = list(dict.fromkeys(stem(site) for site in members))
     return f"joined_{len(members)}_{'_'.join(stems)}"[:LONGEST_NAME]

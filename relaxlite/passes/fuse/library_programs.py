@@ -115,10 +115,10 @@ class _Compose:
         if not isinstance(value, Call) or not isinstance(program, TensorProgram):
             what = value.callee.name if isinstance(value, Call) else type(value).__name__
             return f"{what} is not computed by loops, so there would be nothing to fall back on"
-        made = tuple(_buffer(f"{binding.var.name}{k or ''}", ty) for k, ty in enumerate(result_types(value.ty)))
-        self._buffers[binding.var] = made if isinstance(value.ty, TupleType) else made[0]
-        self._made += made
-        passed = [*map(self._operand, value.args), *made]
+        result = tuple(_buffer(f"{binding.var.name}{k or ''}", ty) for k, ty in enumerate(result_types(value.ty)))
+        self._buffers[binding.var] = result if isinstance(value.ty, TupleType) else result[0]
+        self._made += result
+        passed = [*map(self._operand, value.args), *result]
         symbols = dict(zip(program.symbols, value.sym_args, strict=True))
         renamed = Substitute(symbols, dict(zip(program.params, passed, strict=True)), fresh=True)
         self._stmts += [renamed.stmt(s) for s in top_stages(program)]
@@ -127,9 +127,9 @@ class _Compose:
     def _operand(self, expr: Expr) -> Buffer:
         if isinstance(expr, Constant):
             self._buffers[expr] = self._constants.setdefault(expr, _buffer(expr.name or "constant", expr.ty))
-        found = self._buffers[expr]
-        assert isinstance(found, Buffer)
-        return found
+        result = self._buffers[expr]
+        assert isinstance(result, Buffer)
+        return result
 
     def finish(self, result: Expr, params: Mapping[Expr, Var]) -> Loops | str:
         found = self._buffers[result]

@@ -133,8 +133,8 @@ class LibraryRule:
     def evaluate(self, text: str, values: Mapping[str, SymExpr]) -> SymExpr:
         """The expression for these dimensions and loops."""
         scope = {name: SymVar(name) for name in values}
-        made = self._expression(text, scope)
-        return substitute(made, {scope[name]: value for name, value in values.items()})
+        result = self._expression(text, scope)
+        return substitute(result, {scope[name]: value for name, value in values.items()})
 
     def dtype_problem(self, types: Mapping[str, Type]) -> str | None:
         """Which operand or result is not of the dtype that the routine takes."""

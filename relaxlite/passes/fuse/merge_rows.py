@@ -1,4 +1,4 @@
-"""Make one row program (rows.py) of stages that share their rows: reductions of a row, what is computed once per row
+"""Make one row program (loops/row_program.py) of stages that share their rows: reductions, what is computed once a row
 from them, and what is computed for each element of the row.
 
     for i: { e[]; e = -inf; for k: e max= x[i, k]; t[i] = e }       for i:
@@ -20,29 +20,29 @@ from relaxlite.ir.program import Buffer, For, Load, Stmt, Store, Value
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loops.pattern import Reduction, injective_store, perfect_nest, reduction_of
-from relaxlite.passes.loops.row_program import Rows, rows_of
+from relaxlite.passes.loops.row_program import RowProgram, match_row_program
 from relaxlite.records import dataclass
 
 _ANALYZER = Analyzer()
 
 
-def rows_from(stages: Sequence[Stmt], intermediates: Sequence[Buffer]) -> Rows | None:
+def rows_from(stages: Sequence[Stmt], intermediates: Sequence[Buffer]) -> RowProgram | None:
     """The stages as one row program; None: they do not share their rows, or their last one writes no row. Intermediates
     that are written here become scalars and rows of its own."""
     anchor = next((s for s in stages if _row_of(s) is not None), None)
     if anchor is None:
         return None
     spatial, size = _row_of(anchor) or ((), sym(1))
-    made = _RowBuilder(tuple(replace(loop, var=SymVar(loop.var.name)) for loop in spatial), size, set(intermediates))
-    if not all(made.add(stage) for stage in stages):
+    result = _RowBuilder(tuple(replace(loop, var=SymVar(loop.var.name)) for loop in spatial), size, set(intermediates))
+    if not all(result.add(stage) for stage in stages):
         return None
-    rows = Rows(made.spatial, tuple(made.locals), tuple(made.stages))
-    return rows if isinstance(made.stages[-1], For) and rows_of(rows.nest) is not None else None
+    rows = RowProgram(result.spatial, tuple(result.locals), tuple(result.stages))
+    return rows if isinstance(result.stages[-1], For) and match_row_program(rows.nest) is not None else None
 
 
 def _row_of(stage: Stmt) -> tuple[tuple[For, ...], SymExpr] | None:
     """The loops over rows of a reduction along them or of a row program, and the length of a row."""
-    rows, reduction = rows_of(stage), reduction_of(stage)
+    rows, reduction = match_row_program(stage), reduction_of(stage)
     if rows is not None:
         return _wide(rows.spatial), rows.size
     reduced = () if reduction is None else _wide(perfect_nest(reduction.inner).loops)
@@ -66,7 +66,7 @@ class _RowBuilder:
 
     def add(self, stage: Stmt) -> bool:
         """Take in one stage; False: it has other loops, or reads what is not of its own row."""
-        rows, reduction, nest = rows_of(stage), reduction_of(stage), perfect_nest(stage)
+        rows, reduction, nest = match_row_program(stage), reduction_of(stage), perfect_nest(stage)
         if rows is not None:
             return self._rows(rows)
         if reduction is not None:
@@ -92,36 +92,36 @@ class _RowBuilder:
         return at
 
     def _local(self, name: str, dtype: str, shape: tuple[SymExpr, ...] = ()) -> Buffer:
-        made = Buffer(name, shape, dtype, "global" if shape else "local")
-        self.locals.append(made)
-        return made
+        buffer = Buffer(name, shape, dtype, "global" if shape else "local")
+        self.locals.append(buffer)
+        return buffer
 
     def _rewrite(self, stmt: Stmt, at: dict[SymVar, SymExpr], j: SymVar | None) -> Stmt | None:
         """A statement at these places, with the values that this row program keeps."""
         rewriter = _Kept(self.kept, j)
-        made = rewriter.stmt(Substitute(at).stmt(stmt))
-        return None if rewriter.failed else made
+        result = rewriter.stmt(Substitute(at).stmt(stmt))
+        return None if rewriter.failed else result
 
     def _scalar(self, store: Store, at: dict[SymVar, SymExpr]) -> bool:
         if store.buffer not in self.intermediates:
             return False  # a row program stores no scalars outside
-        made = self._rewrite(store, at, None)
-        if not isinstance(made, Store):
+        result = self._rewrite(store, at, None)
+        if not isinstance(result, Store):
             return False
         local = self._local(store.buffer.name, store.buffer.dtype)
-        self.stages.append(Store(local, (), made.value))
-        self.kept[store.buffer] = (local, made.indices, SymVar("none"))
+        self.stages.append(Store(local, (), result.value))
+        self.kept[store.buffer] = (local, result.indices, SymVar("none"))
         return True
 
     def _row(self, store: Store, at: dict[SymVar, SymExpr], j: SymVar) -> bool:
-        made = self._rewrite(store, at, j)
-        if not isinstance(made, Store):
+        code = self._rewrite(store, at, j)
+        if not isinstance(code, Store):
             return False
         if store.buffer in self.intermediates:
             local = self._local(store.buffer.name, store.buffer.dtype, (self.size,))
-            self.kept[store.buffer] = (local, made.indices, j)
-            made = Store(local, (j,), made.value)
-        self.stages.append(For(j, self.size, made))
+            self.kept[store.buffer] = (local, code.indices, j)
+            code = Store(local, (j,), code.value)
+        self.stages.append(For(j, self.size, code))
         return True
 
     def _reduction(self, reduction: Reduction) -> bool:
@@ -142,7 +142,7 @@ class _RowBuilder:
         last = buffers.stmt(final)
         return isinstance(last, Store) and self._scalar(last, {})
 
-    def _rows(self, rows: Rows) -> bool:
+    def _rows(self, rows: RowProgram) -> bool:
         at = self._at(rows.spatial)
         if at is None or not _equal(rows.size, self.size):
             return False

@@ -35,15 +35,21 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute, 
 from relaxlite.passes.fuse.merge_rows import rows_from
 from relaxlite.passes.loops.access import coefficient
 from relaxlite.passes.loops.pattern import (
+    ConcatPart,
     Nest,
-    Part,
+    concat_parts,
     injective_store,
-    parts_of,
     perfect_nest,
     plain_store,
     reduction_of,
 )
-from relaxlite.passes.loops.row_program import Rows, keep_row, rows_of, with_final, with_output
+from relaxlite.passes.loops.row_program import (
+    RowProgram,
+    fuse_producer,
+    match_row_program,
+    replace_result_store,
+    stage_row,
+)
 
 CHEAP_READS = 3  # cost of a value that may be computed again in each stage of a row program rather than kept
 CHEAP_OUTPUT = 4  # FLOPs of an output that are computed again where the next one needs it, rather than read back
@@ -105,11 +111,11 @@ def _keep_rows(stages: list[Stmt], intermediates: Sequence[Buffer]) -> list[Stmt
     cost = sum(stmt_flops(s) + len(set(loads(s))) - 1 for s in writers)
     done: list[Stmt] = []
     for stage in stages:
-        rows = rows_of(stage)
+        rows = match_row_program(stage)
         for buffer in intermediates if rows is not None else ():
             readings = sum(any(x.buffer is buffer for x in loads(s)) for s in rows.stages) if rows is not None else 0
             if rows is not None and (readings - 1) * cost > CHEAP_READS:
-                rows = keep_row(rows, buffer) or rows
+                rows = stage_row(rows, buffer) or rows
         done.append(stage if rows is None else rows.nest)
     return done
 
@@ -127,7 +133,7 @@ def _inline(stages: list[Stmt], intermediates: Sequence[Buffer]) -> list[Stmt]:
             inliner = _Inline(buffer, writers[0])
             stages = [inliner.stmt(s) for s in others]
         elif len(writers) > 1:
-            parts = parts_of(writers)
+            parts = concat_parts(writers)
             if parts is None:
                 raise CannotMerge(f"{buffer.name} is written by several stages")
             stages = [new for s in others for new in ([s] if buffer not in _read(s) else _by_parts(s, buffer, parts))]
@@ -137,10 +143,10 @@ def _inline(stages: list[Stmt], intermediates: Sequence[Buffer]) -> list[Stmt]:
 def _inline_in_place(stages: list[Stmt], intermediates: Sequence[Buffer]) -> list[Stmt]:
     """Inline the intermediates that one stage reads, once for each element."""
     for buffer in reversed(intermediates):
-        writers, readers = ([s for s in stages if buffer in found(s)] for found in (_written, _read))
+        writers, readers = ([s for s in stages if buffer in result(s)] for result in (_written, _read))
         if len(writers) != 1 or len(readers) != 1 or injective_store(perfect_nest(writers[0])) is None:
             continue
-        rows = rows_of(readers[0])
+        rows = match_row_program(readers[0])
         read = [s for s in (readers if rows is None else rows.stages) if buffer in _read(s)]
         around = [s for s in walk_stmts(readers[0]) if isinstance(s, For)]
         loops = around if rows is None else [*rows.spatial, rows.final]
@@ -192,7 +198,7 @@ class _Inline(ProgramRewriter):
         return new
 
 
-def _by_parts(stage: Stmt, buffer: Buffer, parts: Sequence[Part]) -> list[Stmt]:
+def _by_parts(stage: Stmt, buffer: Buffer, parts: Sequence[ConcatPart]) -> list[Stmt]:
     """A nest that reads a buffer written in parts, as one nest for each part, with the part's value in place of loads:
 
     for j in a: t[j] = x[j]              for j in a: out[j] = f(x[j])
@@ -206,7 +212,7 @@ def _by_parts(stage: Stmt, buffer: Buffer, parts: Sequence[Part]) -> list[Stmt]:
         raise CannotMerge(f"{buffer.name} is joined of parts and not read part by part")
     if not _ANALYZER.can_prove_equal(along.extent, buffer.shape[axis]):
         raise CannotMerge(f"{buffer.name} is joined of parts of which only some are read")
-    made = []
+    result = []
     for part in parts:
         loop = replace(part.nest.loops[axis], var=SymVar(along.var.name))
         body = Substitute({along.var: loop.var + part.offset}).stmt(nest.body)
@@ -215,9 +221,9 @@ def _by_parts(stage: Stmt, buffer: Buffer, parts: Sequence[Part]) -> list[Stmt]:
         for outer in reversed(nest.loops):
             body = replace(loop, body=body) if outer is along else replace(outer, body=body)
         store = replace(part.store, buffer=at_loop, indices=part.nest.vars)
-        producer = _InsteadOf(part.store, store).stmt(part.nest.stmt)
-        made.append(Substitute(fresh=True).stmt(_Inline(at_loop, producer).stmt(body)))
-    return made
+        producer = _ReplacementOf(part.store, store).stmt(part.nest.stmt)
+        result.append(Substitute(fresh=True).stmt(_Inline(at_loop, producer).stmt(body)))
+    return result
 
 
 class _MoveLoads(ProgramRewriter):
@@ -234,7 +240,7 @@ class _MoveLoads(ProgramRewriter):
         return Load(self._new, (*value.indices[:k], value.indices[k] - self._offset, *value.indices[k + 1 :]))
 
 
-class _InsteadOf(ProgramRewriter):
+class _ReplacementOf(ProgramRewriter):
     """One store in place of another."""
 
     def __init__(self, old: Store, new: Store) -> None:
@@ -252,7 +258,7 @@ def _merge_around_anchor(stages: list[Stmt], outputs: Sequence[Buffer]) -> list[
     """The reduction or row program among the stages takes in those that follow it, and a row program those outputs
     before it that it reads."""
     for k, anchor in enumerate(stages):
-        rows, reduction = rows_of(anchor), reduction_of(anchor)
+        rows, reduction = match_row_program(anchor), reduction_of(anchor)
         if rows is None and reduction is None:
             continue
         before, after = stages[:k], stages[k + 1 :]
@@ -274,18 +280,22 @@ def _merge_around_anchor(stages: list[Stmt], outputs: Sequence[Buffer]) -> list[
     return stages
 
 
-def _rows_with_epilogue(rows: Rows, after: Sequence[Stmt], outputs: Sequence[Buffer]) -> Stmt:
-    return with_final(rows, _finals(rows.result, (*rows.spatial, rows.final), after, outputs)) if after else rows.nest
+def _rows_with_epilogue(rows: RowProgram, after: Sequence[Stmt], outputs: Sequence[Buffer]) -> Stmt:
+    return (
+        replace_result_store(rows, _finals(rows.result, (*rows.spatial, rows.final), after, outputs))
+        if after
+        else rows.nest
+    )
 
 
-def _with_output_before(rows: Rows, stage: Stmt) -> Rows:
+def _with_output_before(rows: RowProgram, stage: Stmt) -> RowProgram:
     """A nest that computes an output which the row program reads becomes a stage that writes it row by row."""
     nest = perfect_nest(stage)
     store = injective_store(nest)
-    made = None if store is None else with_output(rows, nest.loops, store)
-    if made is None:
+    result = None if store is None else fuse_producer(rows, nest.loops, store)
+    if result is None:
         raise CannotMerge(f"{_name_of(stage)} is not computed row by row where the row program reads it")
-    return made
+    return result
 
 
 def _finals(result: Store, loops: Sequence[For], after: Sequence[Stmt], outputs: Sequence[Buffer]) -> Stmt:
@@ -313,7 +323,7 @@ def _finals(result: Store, loops: Sequence[For], after: Sequence[Stmt], outputs:
             if len(outputs) > 1:
                 raise CannotMerge(f"{_name_of(stage)} has another shape than {result.buffer.name}")
             stored = _in_place_of(result, last)
-            body, last = _InsteadOf(last, stored).stmt(body), stored
+            body, last = _ReplacementOf(last, stored).stmt(body), stored
         done.append(body)
         known[last.buffer], places[last.buffer] = _element_value(last, is_stored=True), last.indices
     return seq(*done)

@@ -26,13 +26,13 @@ from relaxlite.ir.program_visitor import ReplaceLoads, Substitute, loads
 from relaxlite.ir.symbolic import product, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.edits import nest
 from relaxlite.passes.loops.legalize import ProgramTable
-from relaxlite.passes.loops.merge_calls import Instances, Site, map_blocks, sites_of, stem
+from relaxlite.passes.loops.merge_calls import CallSite, ProgramInstances, call_sites, map_blocks, stem
 from relaxlite.passes.loops.pattern import Reduction, perfect_nest, reduction_of, top_stages
-from relaxlite.passes.products.constant_weights import Way
+from relaxlite.passes.loops.transforms import nest
+from relaxlite.passes.products.constant_weights import WeightStrategy
 from relaxlite.passes.products.reduction import reduction_block
-from relaxlite.passes.products.strategies import ProductWays, way_for
+from relaxlite.passes.products.strategies import ProductStrategies, strategy_for
 from relaxlite.target import Target
 
 _ANALYZER = Analyzer()
@@ -43,55 +43,59 @@ def pair_products(module: IRModule, context: PassContext) -> IRModule:
     """Gated layers become one kernel each."""
 
     products = {name for name, program in module.programs().items() if _is_product(program)}
-    ways = ProductWays(module, context)
+    ways = ProductStrategies(module, context)
 
-    def change(block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[Way]) -> Sequence[Binding]:
+    def change(
+        block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[WeightStrategy]
+    ) -> Sequence[Binding]:
         bindings: dict[Var, Binding] = {b.var: b for b in block.bindings}
-        sites = {site.var: site for site in sites_of(block.bindings, module) if site.call.callee.name in products}
+        sites = {site.var: site for site in call_sites(block.bindings, module) if site.call.callee.name in products}
         for second in list(sites.values()):
             for arg in second.call.args:
                 first = sites.get(arg) if isinstance(arg, Var) else None
                 if first is None or second.var not in sites or uses[first.var] != 1:
                     continue
-                made = _pair(first, second, ways, table, context)
-                if made is not None:
-                    bindings[second.var] = made
+                result = _pair(first, second, ways, table, context)
+                if result is not None:
+                    bindings[second.var] = result
                     del bindings[first.var], sites[first.var], sites[second.var]
         return tuple(bindings.values())
 
-    made = module
+    result = module
     for name in module.functions():
-        made = map_blocks(made, partial(change, ways=ways.of(name)), [name])
-    return made
+        result = map_blocks(result, partial(change, ways=ways.of(name)), [name])
+    return result
 
 
 def _is_product(program: TensorProgram) -> bool:
     """Whether the program is one sum of products."""
     stages = [stage for stage in top_stages(program) if not isinstance(stage, Check)]
-    found = reduction_of(stages[0]) if len(stages) == 1 else None
-    return found is not None and isinstance(found.update.value, Binary) and found.update.value.op == "mul"
+    reduction = reduction_of(stages[0]) if len(stages) == 1 else None
+    return reduction is not None and isinstance(reduction.update.value, Binary) and reduction.update.value.op == "mul"
 
 
-def _pair(first: Site, second: Site, ways: Sequence[Way], table: ProgramTable, context: PassContext) -> Let | None:
+def _pair(
+    first: CallSite, second: CallSite, ways: Sequence[WeightStrategy], table: ProgramTable, context: PassContext
+) -> Let | None:
     """The second call, computing what the first one gave it on its own; None where that is no pair of products."""
-    parts = Instances()
+    parts = ProgramInstances()
     stages = [s for site in (first, second) for s in parts.stages(site)]
     checks = [s for s in stages if isinstance(s, Check)]
-    found = [reduction_of(s) for s in stages if not isinstance(s, Check)]
+    reductions = [reduction_of(s) for s in stages if not isinstance(s, Check)]
     between = parts.buffers[first.var]
-    if len(found) != 2 or found[0] is None or found[1] is None:
+    if len(reductions) != 2 or reductions[0] is None or reductions[1] is None:
         return None
-    if any(load.buffer is between for load in loads(found[1].update)):
+    if any(load.buffer is between for load in loads(reductions[1].update)):
         return None  # one product after another
-    made = _paired(found[0], found[1], between, context.target)
-    if not isinstance(made, str) and (way := way_for((first, second), ways)) is not None:
-        made = f"each alone is one of {way.name}, which is faster"
+    result = _paired(reductions[0], reductions[1], between, context.target)
+    if not isinstance(result, str) and (way := strategy_for((first, second), ways)) is not None:
+        result = f"each alone is one of {way.name}, which is faster"
     subject = f"{first.var.name} and {second.var.name}"
-    if isinstance(made, str):
-        context.decide("pair_products", subject, False, made)
+    if isinstance(result, str):
+        context.decide("pair_products", subject, False, result)
         return None
     args = dict.fromkeys(a for a in (*first.call.args, *second.call.args) if a is not first.var)
-    call = parts.call(f"pair_{stem(second)}", seq(*checks, made), tuple(args), (second.var,), table)
+    call = parts.call(f"pair_{stem(second)}", seq(*checks, result), tuple(args), (second.var,), table)
     ty = first.var.ty
     assert isinstance(ty, TensorType) and ty.shape is not None
     context.decide(
@@ -128,12 +132,12 @@ def _paired(first: Reduction, second: Reduction, between: Buffer, target: Target
     steps = nest([b for _, b in loops[len(first.spatial) :]], update)
     last = ReplaceLoads(between, final.value).stmt(second.final)
     block = replace(second, final=last).block
-    made = nest(second.spatial, replace(first, inner=steps, final=block).block)
-    tiles = reduction_block(made)
+    code = nest(second.spatial, replace(first, inner=steps, final=block).block)
+    tiles = reduction_block(code)
     lanes = target.vector_bits // 8 // _FLOAT_BYTES
     if tiles is None or lanes < 2 or tiles.fused().vector_loop() is None:
         return "they would have no register tiles"
-    return made
+    return code
 
 
 def _is_plain(update: Store) -> bool:

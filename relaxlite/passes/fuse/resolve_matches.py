@@ -40,6 +40,8 @@ _ANALYZER = Analyzer()
 
 
 def resolve_matches(module: IRModule, context: PassContext) -> IRModule:
+    """Readers of a matched tensor read the source of its MatchShape, which then keeps no programs apart."""
+
     def resolved(function: Function) -> Function:
         if not any(isinstance(b, MatchShape) for body in bodies(function) for b in body.bindings()):
             return function
@@ -66,7 +68,7 @@ class _Resolve:
 
     def body(self, body: Body) -> Body:
         blocks = tuple(
-            Block(tuple(made for b in block.bindings for made in self._binding(b)), block.is_dataflow)
+            Block(tuple(result for b in block.bindings for result in self._binding(b)), block.is_dataflow)
             for block in body.blocks
         )
         return Body(tuple(b for b in blocks if b.bindings), self._expr(body.result))
@@ -76,11 +78,11 @@ class _Resolve:
             value = self._expr(binding.value)
             return (Let(self._var(binding.var), value),)
         source, shape = self._expr(binding.source), self._dims(binding.shape)
-        made = replace(binding, source=source, shape=shape)
-        taken = self._resolved(made) if isinstance(source.ty, TensorType) else None
+        result = replace(binding, source=source, shape=shape)
+        taken = self._resolved(result) if isinstance(source.ty, TensorType) else None
         self._defined.update(v for d in shape for v in d.free_vars())
         if taken is None:
-            return (replace(made, var=self._var(binding.var)),)
+            return (replace(result, var=self._var(binding.var)),)
         self._symbols.update(taken)
         self._vars[binding.var] = source
         if not taken:
@@ -93,23 +95,23 @@ class _Resolve:
         """What the symbols that the match defines are, where this makes both shapes the same; else None."""
         ty = match.source.ty
         assert isinstance(ty, TensorType)
-        reason, found = None, dict[SymVar, SymExpr]()
+        reason, result = None, dict[SymVar, SymExpr]()
         if ty.shape is None:
             reason = "only data tells the shape of its source"
         for known, dim in zip(ty.shape or (), match.shape, strict=False):
-            if isinstance(dim, SymVar) and dim not in self._defined and dim not in found:
-                found[dim] = known
+            if isinstance(dim, SymVar) and dim not in self._defined and dim not in result:
+                result[dim] = known
                 if dim in self._in_loops:
                     reason = f"a loop binds {dim.name} anew"
                 elif not _keeps_promises(dim, known):
                     reason = f"{dim.name} has bounds that are not proven of {known}"
                 elif is_long(known):
                     reason = f"{dim.name} is short for {known}"
-            elif not _ANALYZER.can_prove_equal(known, substitute(dim, found)):
+            elif not _ANALYZER.can_prove_equal(known, substitute(dim, result)):
                 reason = f"{known} and {dim} are equal only by this check"
         subject = f"{match.var.name} as its source"
         self._context.decide("resolve_matches", subject, reason is None, reason or "nothing is left to check")
-        return found if reason is None else None
+        return result if reason is None else None
 
     def _dims(self, dims: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
         return tuple(substitute(d, self._symbols) for d in dims)
@@ -118,9 +120,9 @@ class _Resolve:
         ty = substitute_type(var.ty, self._symbols) if self._symbols else var.ty
         if ty == var.ty:
             return var
-        made = Var(var.name, ty, var.loc)
-        self._vars[var] = made
-        return made
+        result = Var(var.name, ty, var.loc)
+        self._vars[var] = result
+        return result
 
     def _expr(self, expr: Expr) -> Expr:
         if isinstance(expr, Var):
@@ -148,9 +150,9 @@ class _Resolve:
         """A nested body: what it defines ends with it."""
         outer = self._symbols, self._vars, self._defined
         self._symbols, self._vars, self._defined = dict(self._symbols), dict(self._vars), set(self._defined)
-        made = self.body(body)
+        result = self.body(body)
         self._symbols, self._vars, self._defined = outer
-        return made
+        return result
 
 
 def _keeps_promises(symbol: SymVar, value: SymExpr) -> bool:

@@ -18,7 +18,7 @@ from relaxlite.ir.types import TensorType
 from relaxlite.passes.fuse.call_graph import Group, Node
 from relaxlite.passes.fuse.cost import Verdict, Work, tensor_bytes, weigh
 from relaxlite.passes.loops.pattern import LoopPattern, reduction_of, top_stages
-from relaxlite.passes.loops.row_program import rows_of
+from relaxlite.passes.loops.row_program import match_row_program
 
 READ_FLOPS = 4  # operations that cost no more than finding and reading a stored element
 
@@ -51,7 +51,7 @@ def loads_of(node: Node, variables: set[Var]) -> list[Load]:
 def refuse_injective(path: Sequence[Node], sink: Node) -> str | None:
     """What may stand between a value that is inlined and where it ends up."""
     for other in path:
-        limit = LoopPattern.ROW if other is sink else LoopPattern.PARTS
+        limit = LoopPattern.ROW if other is sink else LoopPattern.CONCAT
         if other.pattern > limit:
             return f"{other.var.name} is {other.pattern.name}"
     return None
@@ -73,11 +73,11 @@ def refuse_data_index(group: Group) -> str | None:
 
 def _downstream(node: Node, group: Group) -> list[Node]:
     """Every call of the group that depends on the node."""
-    found = dict.fromkeys([node])
+    result = dict.fromkeys([node])
     for other in group.nodes:  # in order of position
-        if any(other in n.consumers for n in found):
-            found[other] = None
-    return list(found)[1:]
+        if any(other in n.consumers for n in result):
+            result[other] = None
+    return list(result)[1:]
 
 
 def _has_data_index(program: TensorProgram) -> bool:
@@ -189,7 +189,7 @@ def _evaluations(consumer: Node, producer: Node) -> SymExpr:
     buffers = {b for b, a in zip(consumer.program.inputs, consumer.call.args, strict=True) if a is producer.var}
     total = sym(0)
     for stage in top_stages(consumer.program):
-        rows = rows_of(stage) if consumer.pattern == LoopPattern.ROW else None
+        rows = match_row_program(stage) if consumer.pattern == LoopPattern.ROW else None
         if rows is None:
             read = {(x.buffer, x.indices) for x in loads(stage) if x.buffer in buffers}
             around = [s for s in walk_stmts(stage) if isinstance(s, For)] if read else []
@@ -213,8 +213,8 @@ def _flops(node: Node) -> SymExpr:
     total = sym(0)
     for stage in top_stages(node.program):
         around = [s for s in walk_stmts(stage) if isinstance(s, For)]
-        if rows_of(stage) is not None:
-            around = [*around[: len(rows_of(stage).spatial)], around[-1]]  # type: ignore[union-attr]
+        if match_row_program(stage) is not None:
+            around = [*around[: len(match_row_program(stage).spatial)], around[-1]]  # type: ignore[union-attr]
         total = total + _extent(around, node) * stmt_flops(stage)
     return total
 
@@ -224,6 +224,6 @@ def _parallel(node: Node) -> SymExpr:
     if node.pattern < LoopPattern.REDUCTION:
         return product(node.shape)
     stage = top_stages(node.program)[-1]
-    rows, reduction = rows_of(stage), reduction_of(stage)
+    rows, reduction = match_row_program(stage), reduction_of(stage)
     loops = rows.spatial if rows is not None else reduction.spatial if reduction is not None else ()
     return _extent(loops, node)

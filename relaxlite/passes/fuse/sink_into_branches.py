@@ -20,6 +20,8 @@ from relaxlite.passes.context import PassContext
 
 
 def sink_into_branches(module: IRModule, context: PassContext) -> IRModule:
+    """Move what only one branch of an If uses into that branch."""
+
     def sunk(function: Function) -> Function:
         body = _Sink(module, context).body(function.body)
         return function if body is function.body else replace(function, body=body)

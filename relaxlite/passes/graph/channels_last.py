@@ -1,15 +1,15 @@
-"""Lay convolution networks out with channels last: (n, c, spatial...) becomes (n, spatial..., c).
+"""Convert convolution networks to the channels-last layout: (n, c, spatial...) becomes (n, spatial..., c).
 
-With channels last the vectors of a convolution run along its output channels, whatever its spatial sizes, strides and
-dilations are. The pass walks a body once. A convolution with constant filters is computed channels last; ops after it
-that know how (RULES) follow their operands:
+With channels last, a convolution is vectorized along its output channels for all spatial sizes, strides and dilations.
+The pass makes one traversal. Convolutions with constant filters are converted; the layout then propagates through the
+ops that have a rule (`RULES`):
 
     y = conv(x, w)          y' = conv(transpose(x), w', layout="last");   y = transpose(y')
     z = relu(y)       =>    z' = relu(y');                                z = transpose(z')
     s = softmax(z)          s = softmax(z)
 
-Every value keeps its old form, as a transpose of the new one; transposes that nobody reads disappear with dead code.
-So data change places only where a region of such ops begins or ends.
+Every value stays available in its original layout as a transpose of the new one; unused transposes are removed as dead
+code. Thus data are transposed only at the boundaries of a region of such ops.
 """
 
 from __future__ import annotations
@@ -31,34 +31,36 @@ from relaxlite.ir.symbolic import SymExpr, as_int
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
 
-ENOUGH_CHANNELS = 8  # of a result that makes vectors along them worth it
-FEW_CHANNELS = 4  # of an input that is read as it is, channels first: single elements are read anyway
+MIN_CHANNELS = 8  # of a result worth vectorizing along channels
+MAX_BROADCAST_CHANNELS = (
+    4  # of an input that is read channels first: its elements are broadcast, which needs no contiguous channels
+)
 Shape: TypeAlias = "tuple[SymExpr, ...]"
 
 
 def channels_last(module: IRModule) -> IRModule:
-    """Compute convolutions, and what lies between them, with channels last."""
+    """Convert convolutions with constant filters, and the ops between them, to the channels-last layout."""
     return map_functions(module, lambda f: _ChannelsLast().function(f))
 
 
 def order_last(rank: int) -> tuple[int, ...]:
-    """The order of dimensions that brings (n, c, spatial...) to (n, spatial..., c)."""
+    """The axes of the transpose from (n, c, spatial...) to (n, spatial..., c)."""
     return (0, *range(2, rank), 1)
 
 
 def order_first(rank: int) -> tuple[int, ...]:
-    """The inverse of `order_last`."""
+    """The axes of the transpose from (n, spatial..., c) to (n, c, spatial...)."""
     return (0, rank - 1, *range(1, rank - 1))
 
 
 class _ChannelsLast(Rewriter):
-    """`last`: a value of rank 3 or more -> the same with channels last; `values`: what a variable is bound to."""
+    """`last`: values of rank 3 or more -> their channels-last form; `values`: variables -> the bound expressions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last: dict[Var, Expr] = {}
         self.values: dict[Var, Expr] = {}
-        self._found: Expr | None = None  # the value being bound, with channels last
+        self._converted: Expr | None = None  # channels-last form of the value being bound
 
     def body(self, body: Body) -> Body:
         outer = self.last, self.values
@@ -68,59 +70,62 @@ class _ChannelsLast(Rewriter):
         return new
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
-        self._found = None
+        self._converted = None
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
             return None
         rule = _rule_of(value.callee)
-        found = rule(self, value) if rule is not None else None
-        if found is None:
+        converted = rule(self, value) if rule is not None else None
+        if converted is None:
             return None
         rank = len(shape_of(value))
-        if rank < 3 or value.callee.name == "transpose":  # the result as it was
-            return found
-        self._found = self.emit(found)
-        return get_op("transpose")(self._found, axes=order_first(rank), loc=value.loc)
+        if rank < 3 or value.callee.name == "transpose":  # the result is in the original layout
+            return converted
+        self._converted = self.emit(converted)
+        return get_op("transpose")(self._converted, axes=order_first(rank), loc=value.loc)
 
     def bind(self, var: Var, value: Expr) -> None:
-        found = self._found
+        converted = self._converted
         super().bind(var, value)
         target = self.env.get(var, var)
         if isinstance(target, Var):
             self.values[target] = value
-            if found is not None:
-                self.last[target] = found
+            if converted is not None:
+                self.last[target] = converted
 
     def emit(self, value: Expr) -> Var:
+        """Bind a value to a new variable and record it."""
         var = self.bb.emit(value)
         self.values[var] = value
         return var
 
     def is_last(self, expr: Expr) -> bool:
-        """Whether the value is there with channels last, or comes from there at no cost."""
+        """Whether the value is available in channels-last form, or is a transpose of such a form."""
         if not isinstance(expr, Var):
             return False
         return expr in self.last or self._order_of(expr) == order_first(len(shape_of(expr)))
 
     def to_last(self, expr: Expr) -> Expr:
-        """The value with channels last."""
+        """The value in channels-last form, transposed if needed."""
         order = order_last(len(shape_of(expr)))
         if isinstance(expr, Constant):
             return Constant.of(np.transpose(expr.value, order), name=expr.name)
         assert isinstance(expr, Var)
         if expr not in self.last:
-            self.last[expr] = self._moved(expr, order)
+            self.last[expr] = self._transposed_to(expr, order)
         return self.last[expr]
 
-    def _moved(self, expr: Var, order: tuple[int, ...]) -> Expr:
+    def _transposed_to(self, expr: Var, order: tuple[int, ...]) -> Expr:
         before = self._order_of(expr)
         if before is None:
             return self.emit(get_op("transpose")(expr, axes=order))
         source = self.values[expr].args[0]  # type: ignore[union-attr]
-        both = tuple(before[axis] for axis in order)
-        return source if both == tuple(range(len(both))) else self.emit(get_op("transpose")(source, axes=both))
+        composed = tuple(before[axis] for axis in order)
+        return (
+            source if composed == tuple(range(len(composed))) else self.emit(get_op("transpose")(source, axes=composed))
+        )
 
     def _order_of(self, expr: Var) -> tuple[int, ...] | None:
-        """The order in which the value is a transpose of another; None: it is none."""
+        """The axes of the transpose that computes the value; None: another op does."""
         value = self.values.get(expr)
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name != "transpose":
             return None
@@ -130,12 +135,13 @@ class _ChannelsLast(Rewriter):
 
 
 def shape_of(expr: Expr) -> Shape:
+    """The shape of a tensor; () if it is unknown."""
     assert isinstance(expr.ty, TensorType)
     return expr.ty.shape or ()
 
 
 def _ints(values: AttrValue) -> tuple[int, ...]:
-    """An attribute of kind "ints"."""
+    """The value of an attribute of kind "ints"."""
     assert isinstance(values, tuple)
     return tuple(v for v in values if isinstance(v, int))
 
@@ -150,7 +156,7 @@ def _rule_of(op: Op) -> Rule | None:
 
 
 def _permuted(values: Iterable[Any]) -> tuple[Any, ...]:
-    """One entry per dimension (n, c, spatial...), in the order of channels last."""
+    """Permute one entry per dimension from (n, c, spatial...) to channels-last order."""
     values = tuple(values)
     return tuple(values[axis] for axis in order_last(len(values)))
 
@@ -159,8 +165,8 @@ def _axis_last(axis: int, rank: int) -> int:
     return order_last(rank).index(axis % rank)
 
 
-def _again(call: Call, *args: Expr, **changed: Any) -> Call:
-    """The call with other operands and some other attributes."""
+def _recreate(call: Call, *args: Expr, **changed: Any) -> Call:
+    """A call of the same op with new operands and some attributes changed."""
     assert isinstance(call.callee, Op)
     return call.callee(*args, loc=call.loc, **{**call.attrs, **changed})
 
@@ -169,7 +175,7 @@ def _again(call: Call, *args: Expr, **changed: Any) -> Call:
 
 
 def _conv(state: _ChannelsLast, call: Call) -> Expr | None:
-    """conv(x, w) = first(conv(last(x), w', "last")), where vectors along the channels of the result pay."""
+    """conv(x, w) = first(conv(last(x), w', "last")), if vectorizing along the output channels pays."""
     x, w, pads = call.args
     if call.attrs["layout"] != "first" or not isinstance(w, Constant):
         return None
@@ -177,32 +183,32 @@ def _conv(state: _ChannelsLast, call: Call) -> Expr | None:
     is_depthwise = groups == oc == channels and groups != 1
     if not is_depthwise and groups != 1:
         return None
-    if oc < ENOUGH_CHANNELS and not (state.is_last(x) and not is_depthwise):
+    if oc < MIN_CHANNELS and not (state.is_last(x) and not is_depthwise):
         return None
     filters = Constant.of(np.ascontiguousarray(np.moveaxis(w.value, (0, 1), (-1, -2))), name=w.name)
     if state.is_last(x):
         source = state.to_last(x)
         if is_depthwise:
-            source, pads = _without_pad(state, source, pads)
-        return _again(call, source, filters, pads, layout="last")
+            source, pads = _fold_pad(state, source, pads)
+        return _recreate(call, source, filters, pads, layout="last")
     if is_depthwise:
         return None
-    if channels is not None and channels <= FEW_CHANNELS:
-        return _again(call, x, filters, pads, layout="first_to_last")
-    return _again(call, state.to_last(x), filters, pads, layout="last")
+    if channels is not None and channels <= MAX_BROADCAST_CHANNELS:
+        return _recreate(call, x, filters, pads, layout="first_to_last")
+    return _recreate(call, state.to_last(x), filters, pads, layout="last")
 
 
 def _conv_integer(state: _ChannelsLast, call: Call) -> Expr | None:
-    """Of bytes without zero points (byte_products.py): dot products of neighbouring channels want them last."""
+    """8-bit convolutions without zero points (byte_products.py): dp4a sums adjacent channels, so channels are last."""
     x, w, *rest = call.args
     if len(rest) > 1 or not isinstance(w, Constant) or call.attrs["layout"] != "first" or call.attrs["groups"] != 1:
         return None
     filters = Constant.of(np.ascontiguousarray(np.moveaxis(w.value, (0, 1), (-1, -2))), name=w.name)
-    return _again(call, state.to_last(x), filters, *rest, layout="last")
+    return _recreate(call, state.to_last(x), filters, *rest, layout="last")
 
 
-def _without_pad(state: _ChannelsLast, x: Expr, pads: Expr) -> tuple[Expr, Expr]:
-    """conv(pad(x), pads) = conv(x, pads + those of the pad): a depthwise convolution is not worth a padded copy."""
+def _fold_pad(state: _ChannelsLast, x: Expr, pads: Expr) -> tuple[Expr, Expr]:
+    """conv(pad(x), pads) = conv(x, pads + padding of x): saves a depthwise convolution the padded copy."""
     pad = state.values.get(x) if isinstance(x, Var) else None
     if not isinstance(pad, Call) or not isinstance(pad.callee, Op) or pad.callee.name != "pad" or len(pad.args) != 3:
         return x, pads
@@ -220,7 +226,7 @@ def _without_pad(state: _ChannelsLast, x: Expr, pads: Expr) -> tuple[Expr, Expr]
 
 
 def _phase_interleave(state: _ChannelsLast, call: Call) -> Expr | None:
-    """Behind a convolution the channels of each phase are brought together by the order of its filters."""
+    """After a convolution: permute its filters so that the channels of each phase are contiguous."""
     x = call.args[0]
     conv = state.values.get(state.last[x]) if isinstance(x, Var) and x in state.last else None  # type: ignore[arg-type]
     if not isinstance(conv, Call) or not isinstance(conv.callee, Op) or conv.callee.name != "conv":
@@ -231,19 +237,19 @@ def _phase_interleave(state: _ChannelsLast, call: Call) -> Expr | None:
     phases = math.prod(_ints(call.attrs["strides"]))
     *rest, columns = w.value.shape
     by_phase = np.swapaxes(w.value.reshape(*rest, columns // phases, phases), -1, -2).reshape(w.value.shape)
-    moved = state.emit(_again(conv, conv.args[0], Constant.of(np.ascontiguousarray(by_phase)), conv.args[2]))
-    return _again(call, moved, *call.args[1:], channels_last=True)
+    moved = state.emit(_recreate(conv, conv.args[0], Constant.of(np.ascontiguousarray(by_phase)), conv.args[2]))
+    return _recreate(call, moved, *call.args[1:], channels_last=True)
 
 
-# Ops that follow their operands
+# Ops that inherit the layout of their operands
 
 
 def _elementwise(state: _ChannelsLast, call: Call) -> Expr | None:
-    """f(x, y) = first(f(last(x), last(y))); what has a lower rank gets leading dimensions of one."""
+    """f(x, y) = first(f(last(x), last(y))); operands of lower rank get leading dimensions of size 1."""
     rank = len(shape_of(call))
     if rank < 3 or not any(state.is_last(a) and len(shape_of(a)) == rank for a in call.args):
         return None
-    return _again(call, *(_broadcast_operand(state, a, rank) for a in call.args))
+    return _recreate(call, *(_broadcast_operand(state, a, rank) for a in call.args))
 
 
 def _broadcast_operand(state: _ChannelsLast, x: Expr, rank: int) -> Expr:
@@ -260,18 +266,18 @@ def _broadcast_operand(state: _ChannelsLast, x: Expr, rank: int) -> Expr:
 
 
 def _quantization(state: _ChannelsLast, call: Call) -> Expr | None:
-    """With one scale for all elements, or one for each channel."""
+    """Quantization per tensor or per axis; not blocked."""
     x, *scales = call.args
     if not state.is_last(x) or call.attrs["block_size"]:
         return None
     rank, axis = len(shape_of(x)), call.attrs["axis"]
     assert isinstance(axis, int)
-    return _again(call, state.to_last(x), *scales, axis=_axis_last(axis, rank) if -rank <= axis < rank else axis)
+    return _recreate(call, state.to_last(x), *scales, axis=_axis_last(axis, rank) if -rank <= axis < rank else axis)
 
 
 def _pool(state: _ChannelsLast, call: Call) -> Expr | None:
     x = call.args[0]
-    return _again(call, state.to_last(x), call.args[1], channels_last=True) if state.is_last(x) else None
+    return _recreate(call, state.to_last(x), call.args[1], channels_last=True) if state.is_last(x) else None
 
 
 def _pad(state: _ChannelsLast, call: Call) -> Expr | None:
@@ -279,7 +285,7 @@ def _pad(state: _ChannelsLast, call: Call) -> Expr | None:
     if not state.is_last(x) or not isinstance(before, ShapeValue) or not isinstance(after, ShapeValue):
         return None
     low, high = ShapeValue(_permuted(before.values)), ShapeValue(_permuted(after.values))
-    return _again(call, state.to_last(x), low, high, *value)
+    return _recreate(call, state.to_last(x), low, high, *value)
 
 
 def _resize(state: _ChannelsLast, call: Call) -> Expr | None:
@@ -295,7 +301,7 @@ def _resize(state: _ChannelsLast, call: Call) -> Expr | None:
         changed["roi"] = (*_permuted(roi[:rank]), *_permuted(roi[rank:]))
     if isinstance(axes, tuple):
         changed["axes"] = tuple(_axis_last(axis, rank) for axis in axes if isinstance(axis, int))
-    return _again(call, state.to_last(x), ShapeValue(_permuted(sizes.values)), *scale, **changed)
+    return _recreate(call, state.to_last(x), ShapeValue(_permuted(sizes.values)), *scale, **changed)
 
 
 def _concat(state: _ChannelsLast, call: Call) -> Expr | None:
@@ -303,7 +309,7 @@ def _concat(state: _ChannelsLast, call: Call) -> Expr | None:
     assert isinstance(axis, int)
     if rank < 3 or not any(map(state.is_last, call.args)):
         return None
-    return _again(call, *map(state.to_last, call.args), axis=_axis_last(axis, rank))
+    return _recreate(call, *map(state.to_last, call.args), axis=_axis_last(axis, rank))
 
 
 def _slice(state: _ChannelsLast, call: Call) -> Expr | None:
@@ -312,18 +318,18 @@ def _slice(state: _ChannelsLast, call: Call) -> Expr | None:
         return None
     over = range(rank) if axes is None else axes
     assert isinstance(over, tuple | range)
-    return _again(call, state.to_last(x), *call.args[1:], axes=tuple(_axis_last(a, rank) for a in over))  # type: ignore[arg-type]
+    return _recreate(call, state.to_last(x), *call.args[1:], axes=tuple(_axis_last(a, rank) for a in over))  # type: ignore[arg-type]
 
 
 def _broadcast_to(state: _ChannelsLast, call: Call) -> Expr | None:
     x, shape = call.args
     if not state.is_last(x) or len(shape_of(x)) != len(shape_of(call)) or not isinstance(shape, ShapeValue):
         return None
-    return _again(call, state.to_last(x), ShapeValue(_permuted(shape.values)))
+    return _recreate(call, state.to_last(x), ShapeValue(_permuted(shape.values)))
 
 
 def _reduction(state: _ChannelsLast, call: Call) -> Expr | None:
-    """Over spatial dimensions, or any if `keepdims`. Without, (n, c) is the same in both layouts."""
+    """Reductions over any axes with `keepdims`, else over spatial axes, after which (n, c) is last in both layouts."""
     x, axes = call.args[0], call.attrs["axes"]
     rank = len(shape_of(x))
     if not state.is_last(x) or not isinstance(axes, tuple):
@@ -331,20 +337,20 @@ def _reduction(state: _ChannelsLast, call: Call) -> Expr | None:
     over = {a % rank for a in _ints(axes)}
     if over & {0, 1} and not call.attrs["keepdims"]:
         return None
-    return _again(call, state.to_last(x), axes=tuple(sorted(_axis_last(a, rank) for a in over)))
+    return _recreate(call, state.to_last(x), axes=tuple(sorted(_axis_last(a, rank) for a in over)))
 
 
 def _reshape(state: _ChannelsLast, call: Call) -> Expr | None:
-    """Where only spatial dimensions are taken apart, merged, added or left out."""
+    """Reshapes that keep (n, c) and change spatial dimensions only."""
     x, shape = call.args[0], shape_of(call)
     before = shape_of(x)
     if not state.is_last(x) or len(shape) < 2 or any(a is not b for a, b in zip(before[:2], shape[:2], strict=True)):
         return None
-    return _again(call, state.to_last(x), ShapeValue((shape[0], *shape[2:], shape[1])))
+    return _recreate(call, state.to_last(x), ShapeValue((shape[0], *shape[2:], shape[1])))
 
 
 def _transpose(state: _ChannelsLast, call: Call) -> Expr | None:
-    """Straight from the value with channels last."""
+    """Transpose the channels-last form directly, composing both permutations."""
     x, axes = call.args[0], call.attrs["axes"]
     if not isinstance(x, Var) or x not in state.last or not isinstance(axes, tuple):
         return None

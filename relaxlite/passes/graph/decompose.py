@@ -1,4 +1,4 @@
-"""Replace ops that are made of others (Op.decompose) until none is left."""
+"""Decomposition of composite ops into simpler ops (`Op.decompose`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ MAX_ROUNDS = 100
 
 
 def decompose(module: IRModule) -> IRModule:
-    """What a decomposition emits may itself be decomposed: repeat until nothing changes."""
+    """Replace composite ops by the simpler ops that they consist of, until no composite op is left.
+
+    Raises PassError if that takes more than `MAX_ROUNDS` rounds.
+    """
     for _ in range(MAX_ROUNDS):
         after = map_functions(module, _Decompose().function)
         if after is module:

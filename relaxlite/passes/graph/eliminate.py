@@ -1,4 +1,4 @@
-"""Common subexpressions and dead bindings."""
+"""Common subexpression elimination and dead code elimination on graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ from relaxlite.ir.visitor import Rewriter, inner_bodies, map_functions, used_var
 
 
 def eliminate_common(module: IRModule) -> IRModule:
-    """Bind equal pure expressions once. Does not look across the bodies of If and Loop."""
+    """Bind equal pure expressions once (common subexpression elimination).
+
+    The bodies of If and Loop reuse values from outside, not from each other.
+    """
     return map_functions(module, lambda f: _EliminateCommon().function(f))
 
 
@@ -41,7 +44,7 @@ class _EliminateCommon(Rewriter):
 
     def body(self, body: Body) -> Body:
         outer = self._seen
-        self._seen = dict(outer)  # what dominates the body may be reused in it; what is bound inside ends with it
+        self._seen = dict(outer)  # values that dominate the body are reused in it; its own go out of scope with it
         result = super().body(body)
         self._seen = outer
         return result
@@ -52,12 +55,12 @@ class _EliminateCommon(Rewriter):
         key = _key(value)
         if key is None:
             return None
-        found = self._seen.setdefault(key, var)
-        return None if found is var or found.ty != var.ty else found
+        first = self._seen.setdefault(key, var)
+        return None if first is var or first.ty != var.ty else first
 
 
 def _is_function_of_operands(call: Call) -> bool:
-    """Pure, and no piece of memory: two allocations of equal shape are not one."""
+    """Whether a call of an op is pure and no allocation: allocations of equal shape are distinct."""
     return isinstance(call.callee, Op) and call.callee.is_pure and not call.callee.name.startswith(("memory.", "vm."))
 
 
@@ -76,69 +79,76 @@ def _operand_key(operand: Expr) -> Hashable:
 
 
 def eliminate_dead(module: IRModule) -> IRModule:
-    """Drop bindings that nothing uses. Run-time shape checks stay, and an If or a call that holds what stays."""
-    lasting = _lasting(module)
+    """Remove unused bindings (dead code elimination).
+
+    Bindings with effects stay: runtime shape checks, loops, impure calls, and an If or a call that contains one.
+    """
+    effectful = _effectful_functions(module)
 
     def live(function: Function) -> Function:
-        body = _live_body(function.body, lasting)
+        body = _live_body(function.body, effectful)
         return function if body is function.body else replace(function, body=body)
 
     return map_functions(module, live)
 
 
-def _lasting(module: IRModule) -> frozenset[str]:
-    """The functions whose calls stay although nobody uses what they give."""
-    lasting: frozenset[str] = frozenset()
+def _effectful_functions(module: IRModule) -> frozenset[str]:
+    """The functions with effects, whose calls stay even if their results are unused: a fixed point over the call
+    graph."""
+    effectful: frozenset[str] = frozenset()
     while True:
-        found = frozenset(
-            name for name, f in module.functions().items() if not all(_may_go(b, lasting) for b in f.body.bindings())
+        result = frozenset(
+            name
+            for name, f in module.functions().items()
+            if not all(_is_removable(b, effectful) for b in f.body.bindings())
         )
-        if found == lasting:
-            return found
-        lasting = found
+        if result == effectful:
+            return result
+        effectful = result
 
 
-def _live_body(body: Body, lasting: frozenset[str]) -> Body:
+def _live_body(body: Body, effectful: frozenset[str]) -> Body:
     live: set[Var] = set(used_vars(body.result))
     blocks: list[Block] = []
     changed = False
     for block in reversed(body.blocks):
-        kept: list[Binding] = []
+        remaining: list[Binding] = []
         for binding in reversed(block.bindings):
-            new = _live_binding(binding, live, lasting)
+            new = _live_binding(binding, live, effectful)
             changed |= new is not binding
             if new is not None:
-                kept.append(new)
+                remaining.append(new)
                 live.update(used_vars(new.value if isinstance(new, Let) else new.source))
-        if kept:
-            blocks.append(Block(tuple(reversed(kept)), block.is_dataflow))
+        if remaining:
+            blocks.append(Block(tuple(reversed(remaining)), block.is_dataflow))
     return Body(tuple(reversed(blocks)), body.result) if changed else body
 
 
-def _live_binding(binding: Binding, live: set[Var], lasting: frozenset[str]) -> Binding | None:
+def _live_binding(binding: Binding, live: set[Var], effectful: frozenset[str]) -> Binding | None:
     if isinstance(binding, MatchShape):
         return binding
     value = binding.value
-    if binding.var not in live and _may_go(binding, lasting):
+    if binding.var not in live and _is_removable(binding, effectful):
         return None
     if isinstance(value, If):
-        then_body, else_body = _live_body(value.then_body, lasting), _live_body(value.else_body, lasting)
+        then_body, else_body = _live_body(value.then_body, effectful), _live_body(value.else_body, effectful)
         if then_body is not value.then_body or else_body is not value.else_body:
             return Let(binding.var, replace(value, then_body=then_body, else_body=else_body))
-    if isinstance(value, Loop) and (body := _live_body(value.body, lasting)) is not value.body:
+    if isinstance(value, Loop) and (body := _live_body(value.body, effectful)) is not value.body:
         return Let(binding.var, replace(value, body=body))
     return binding
 
 
-def _may_go(binding: Binding, lasting: frozenset[str]) -> bool:
-    """A loop may not end, so it stays; a call of a program in destination-passing form fills its operands."""
+def _is_removable(binding: Binding, effectful: frozenset[str]) -> bool:
+    """Whether an unused binding can be removed: not loops, which may not terminate, nor programs in destination-passing
+    style, which write their operands."""
     if isinstance(binding, MatchShape):
         return False
     value = binding.value
     if isinstance(value, Call):
         if isinstance(value.callee, Op):
             return value.callee.is_pure
-        is_lasting = isinstance(value.callee, GlobalVar) and value.callee.name in lasting
-        return not is_lasting and bool(getattr(value.ty, "fields", True))
+        has_effects = isinstance(value.callee, GlobalVar) and value.callee.name in effectful
+        return not has_effects and bool(getattr(value.ty, "fields", True))
     inner = (b for body in inner_bodies(value) for b in body.bindings())
-    return not isinstance(value, Loop) and all(_may_go(b, lasting) for b in inner)
+    return not isinstance(value, Loop) and all(_is_removable(b, effectful) for b in inner)

@@ -1,8 +1,8 @@
-"""Evaluate the subgraphs that compute shapes.
+"""Symbolic evaluation of the subgraphs that compute shapes.
 
-Where the elements of a small integer tensor are known symbolically (BlockBuilder.known_value), the whole subgraph that
-computes it (Shape -> Gather -> Add -> Concat ...) becomes one `shape_to_tensor` of symbolic integers, or a constant.
-What only fed shapes is then dead.
+If the elements of a small integer tensor are known symbolically (`BlockBuilder.evaluate`), the subgraph that computes
+them (Shape -> Gather -> Add -> Concat ...) becomes one `shape_to_tensor` of symbolic integers, or a constant. Ops that
+only computed shapes are then dead.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 
 
 def fold_shapes(module: IRModule) -> IRModule:
+    """Replace tensor computations of shapes by symbolic integers (`shape_to_tensor`) or constants."""
     return map_functions(module, lambda f: _FoldShapes().function(f))
 
 
 class _FoldShapes(Rewriter):
     def __init__(self) -> None:
         super().__init__()
-        self._made: set[Var] = set()  # shapes as tensors, cast and reshaped: nothing is left to fold in these
+        self._folded: set[Var] = set()  # shape_to_tensor, its casts and reshapes: already folded
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or not isinstance(value.ty, TensorType):
             return None
         if self._is_from_shape(value):
-            self._made.add(var)
+            self._folded.add(var)
             return None
         known = self.bb.evaluate(value)
         if known is None:
@@ -43,12 +44,12 @@ class _FoldShapes(Rewriter):
             return Constant.of(data.astype(dtypes.to_numpy(value.ty.dtype)))
         if value.ty.dtype not in ("int32", "int64"):
             return None
-        self._made.add(var)
+        self._folded.add(var)
         return self._materialize(flat, known.shape, value.ty.dtype)
 
     def _is_from_shape(self, call: Call) -> bool:
         name = call.callee.name
-        return name == "shape_to_tensor" or (name in ("cast", "reshape") and call.args[0] in self._made)
+        return name == "shape_to_tensor" or (name in ("cast", "reshape") and call.args[0] in self._folded)
 
     def _materialize(self, values: tuple[object, ...], shape: tuple[int, ...], dtype: str) -> Expr:
         result: Expr = ops.shape_to_tensor(ShapeValue(values))  # type: ignore[arg-type]

@@ -1,15 +1,15 @@
-"""Recognise attention in a graph of matmul, scale, bias, softmax and matmul, and make it one op.
+"""Recognition of attention, written as matmul, scale, bias, softmax and matmul, as one op.
 
     matmul(softmax(matmul(q, transpose(k)) * scale + bias, axis=-1), v)   =>   attention(q, k, v, bias, scale=scale)
 
-Transposes of q, k, v and of the result become attributes of the op, which reads and writes through them, and so do
-repetitions of the heads of k and v for groups of query heads:
+Transposes of q, k, v and of the result become attributes of the op, as do repetitions of the heads of k and v for
+groups of query heads (grouped-query attention):
 
     reshape(broadcast_to(expand_dims(k), (b, h, g, n, d)), (b, h*g, n, d))
     gather(k, (0, 0, .., 1, 1, ..), axis=1)                                 =>   attention(.., k, .., group=g)
 
-A mask that chooses between the scores and a constant becomes an operand too. Whatever looks like attention and is none,
-or is too wide for its blocks, leaves a note that says why.
+A mask that selects between the scores and a constant becomes an operand. Candidates that are rejected, because they are
+not attention or exceed the block sizes of the kernel, leave a decision with the reason.
 """
 
 from __future__ import annotations
@@ -39,10 +39,14 @@ Axes = tuple[int, ...]
 
 
 class _NotAttention(Exception):
-    """Why a product of a softmax is not rewritten."""
+    """A product with softmax weights does not match; the message is the reason."""
 
 
 def fuse_attention(module: IRModule, context: PassContext) -> IRModule:
+    """Replace matmul, scale, bias, softmax and matmul by one attention op.
+
+    Transposes, repeated heads, masks and guards against NaN become attributes or operands of the op.
+    """
     return map_functions(module, partial(_rewritten, context=context))
 
 
@@ -52,7 +56,7 @@ def _rewritten(function: Function, context: PassContext) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """Where `mask` is `where`, scores become `value`."""
+    """A mask: scores at elements where `mask` equals `where` are replaced by `value`."""
 
     mask: Expr
     value: float
@@ -61,7 +65,7 @@ class _Mask:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """scale * q @ k, masked, + bias; k is (..., d, n)."""
+    """Attention scores: scale * q @ k, masked, + bias; `k` is (..., d, n)."""
 
     q: Expr
     k: Expr
@@ -72,7 +76,7 @@ class _Scores:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """An operand as it is stored; how it is transposed, how often each of its matrices is repeated, and scaled."""
+    """An operand as stored, with its transpose, the number of repetitions of each head, and a constant factor."""
 
     expr: Expr
     axes: Axes | None
@@ -82,6 +86,8 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Repeated:
+    """A tensor whose slices along `axis` are each repeated `times` times."""
+
     expr: Expr
     axis: int
     times: int
@@ -91,7 +97,7 @@ class _FuseAttention(Rewriter):
     def __init__(self, uses: Mapping[Var, int], context: PassContext) -> None:
         super().__init__()
         self._uses, self._context = uses, context
-        self._bound: dict[Expr, Call] = {}  # calls of ops
+        self._bound: dict[Expr, Call] = {}  # calls of ops, by the variable they are bound to
 
     def bind(self, var: Var, value: Expr) -> None:
         super().bind(var, value)
@@ -103,10 +109,10 @@ class _FuseAttention(Rewriter):
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
             return None
         if value.callee.name == "transpose":
-            return self._turned(value)
+            return self._fold_output_transpose(value)
         if value.callee.name != "matmul":
             return None
-        weights = self._without_nan(value.args[0])
+        weights = self._without_nan_guard(value.args[0])
         softmax = self._call_of(value.args[0] if weights is None else weights, "softmax")
         if softmax is None:
             return None
@@ -117,22 +123,22 @@ class _FuseAttention(Rewriter):
             return None
 
     def _call_of(self, expr: Expr, *names: str) -> Call | None:
-        """The call of one of these ops that a variable is bound to."""
+        """The call that a variable is bound to, if its op is among `names`."""
         call = self._bound.get(expr)
         return call if call is not None and call.callee.name in names else None
 
     def _is_private(self, expr: Expr) -> bool:
         return isinstance(expr, Var) and self._uses[expr] == 1
 
-    def _without_nan(self, expr: Expr) -> Expr | None:
-        """x of where(isnan(x), 0, x), which nothing else uses."""
+    def _without_nan_guard(self, expr: Expr) -> Expr | None:
+        """x of where(isnan(x), 0, x), if x has no other uses; else None."""
         where = self._call_of(expr, "where")
-        found = None if where is None else self._call_of(where.args[0], "isnan")
-        if where is None or found is None or _factor(where.args[1]) != 0:
+        isnan = None if where is None else self._call_of(where.args[0], "isnan")
+        if where is None or isnan is None or _factor(where.args[1]) != 0:
             return None
         x = where.args[2]
-        is_own = isinstance(x, Var) and self._uses[x] == 2 and self._is_private(where.args[0])
-        return x if is_own and found.args[0] is x else None
+        is_exclusive = isinstance(x, Var) and self._uses[x] == 2 and self._is_private(where.args[0])
+        return x if is_exclusive and isnan.args[0] is x else None
 
     def _attention(self, softmax: Call, product: Call, *, zero_nan: bool) -> Expr:
         weights, v = product.args
@@ -148,25 +154,25 @@ class _FuseAttention(Rewriter):
             raise _NotAttention(f"the scores are of {ty.dtype}")
         if not self._is_private(weights):
             raise _NotAttention("the weights are used elsewhere too")
-        found = self._scores(scores)
-        q = self._source(found.q, scaled=True)
-        k, values = self._source(found.k, swap=True, grouped=True, scaled=True), self._source(v, grouped=True)
+        pattern = self._scores(scores)
+        q = self._source(pattern.q, scaled=True)
+        k, values = self._source(pattern.k, swap=True, grouped=True, scaled=True), self._source(v, grouped=True)
         if k.group != values.group:
-            k, values = self._source(found.k, swap=True, scaled=True), self._source(v)
-        mask = found.mask
-        added = tuple(x for x in (found.bias, None if mask is None else mask.mask) if x is not None)
-        shapes = [_shape(x) for x in (found.q, found.k, v)]
+            k, values = self._source(pattern.k, swap=True, scaled=True), self._source(v)
+        mask = pattern.mask
+        masks = tuple(x for x in (pattern.bias, None if mask is None else mask.mask) if x is not None)
+        shapes = [_shape(x) for x in (pattern.q, pattern.k, v)]
         if len({len(shape) for shape in shapes}) > 1:
             raise _NotAttention("q, k and v differ in rank")
         if not has_blocks(shapes[0], shapes[2]):
             raise _NotAttention(f"the widths {shapes[0][-1]} and {shapes[2][-1]} are not constant and small")
         try:
-            made = get_op("attention")(
+            attention = get_op("attention")(
                 q.expr,
                 k.expr,
                 values.expr,
-                *added,
-                scale=found.scale * q.scale * k.scale,
+                *masks,
+                scale=pattern.scale * q.scale * k.scale,
                 q_axes=q.axes,
                 k_axes=k.axes,
                 v_axes=values.axes,
@@ -178,12 +184,12 @@ class _FuseAttention(Rewriter):
             )
         except TypeInferenceError as error:
             raise _NotAttention(str(error)) from error
-        if not _equal(_shape(made), _shape(product)):
-            raise _NotAttention(f"the result would be {made.ty}, not {out}")
-        return made
+        if not _equal(_shape(attention), _shape(product)):
+            raise _NotAttention(f"the result would be {attention.ty}, not {out}")
+        return attention
 
     def _scores(self, expr: Expr) -> _Scores:
-        """What the scores are made of, from the softmax inwards."""
+        """Match the operand of the softmax as scores. Raises _NotAttention with the reason."""
         if not self._is_private(expr):
             raise _NotAttention("the scores are used elsewhere too")
         call = self._call_of(expr, "matmul", "multiply", "divide", "add", "where")
@@ -197,10 +203,10 @@ class _FuseAttention(Rewriter):
         if call.callee.name == "add":
             for inner, bias in ((a, b), (b, a)):
                 if self._leads_to_product(inner) and _equal(_shape(inner), _shape(call)):
-                    found = self._scores(inner)
-                    if found.bias is not None:
+                    scores = self._scores(inner)
+                    if scores.bias is not None:
                         raise _NotAttention("two biases are added")
-                    return replace(found, bias=bias)
+                    return replace(scores, bias=bias)
             raise _NotAttention("the bias is larger than the scores")
         factor = _factor(b) if call.callee.name == "divide" or isinstance(b, Constant) else None
         inner = a
@@ -208,21 +214,21 @@ class _FuseAttention(Rewriter):
             factor, inner = _factor(a), b
         if factor is None or (call.callee.name == "divide" and factor == 0):
             raise _NotAttention("the scale is no constant")
-        found = self._scores(inner)
-        if found.bias is not None or found.mask is not None:
+        scores = self._scores(inner)
+        if scores.bias is not None or scores.mask is not None:
             raise _NotAttention("the scores are scaled after the bias or the mask")
-        return replace(found, scale=found.scale / factor if call.callee.name == "divide" else found.scale * factor)
+        return replace(scores, scale=scores.scale / factor if call.callee.name == "divide" else scores.scale * factor)
 
     def _masked(self, where: Call) -> _Scores:
-        """where(mask, scores, constant), or the other way round."""
+        """Match where(mask, scores, constant) or where(mask, constant, scores). Raises _NotAttention."""
         cond, a, b = where.args
-        for inner, other, masked_where in ((a, b, False), (b, a, True)):
-            value = _factor(other)
+        for inner, constant, masked_where in ((a, b, False), (b, a, True)):
+            value = _factor(constant)
             if value is not None and _equal(_shape(inner), _shape(where)):
-                found = self._scores(inner)
-                if found.bias is not None or found.mask is not None:
+                scores = self._scores(inner)
+                if scores.bias is not None or scores.mask is not None:
                     raise _NotAttention("the scores are masked after the bias or another mask")
-                return replace(found, mask=_Mask(cond, value, masked_where))
+                return replace(scores, mask=_Mask(cond, value, masked_where))
         raise _NotAttention("the mask does not choose between the scores and a constant")
 
     def _leads_to_product(self, expr: Expr) -> bool:
@@ -234,8 +240,11 @@ class _FuseAttention(Rewriter):
         return False
 
     def _source(self, expr: Expr, *, swap: bool = False, grouped: bool = False, scaled: bool = False) -> _Source:
-        """What transposes read, and their axes together; `swap`: the last two change places after them. `grouped`: also
-        what is repeated along the dimension before the last two; `scaled`: what is multiplied by a constant."""
+        """Look through transposes of an operand and compose their axes.
+
+        `swap`: exchange the last two axes afterwards. `grouped`: look through repetitions along the third axis from the
+        end, too; `scaled`: through multiplications by a constant.
+        """
         rank, group, scale = len(_shape(expr)), 1, 1.0
         order = (*range(rank - 2), rank - 1, rank - 2) if swap else tuple(range(rank))
         while True:
@@ -246,13 +255,13 @@ class _FuseAttention(Rewriter):
                 expr, order = transpose.args[0], tuple(axes[p] for p in order)
             elif repeated is not None and repeated.axis == order[rank - 3]:
                 expr, group = repeated.expr, group * repeated.times
-            elif scaled and (found := self._scaled(expr)) is not None:
-                expr, scale = found[0], scale * found[1]
+            elif scaled and (factored := self._scaled(expr)) is not None:
+                expr, scale = factored[0], scale * factored[1]
             else:
                 return _Source(expr, None if order == tuple(range(rank)) else order, group, scale)
 
     def _scaled(self, expr: Expr) -> tuple[Expr, float] | None:
-        """(x, c) of x * c"""
+        """(x, c) of a product x * c with a scalar constant of no higher rank; else None."""
         call = self._call_of(expr, "multiply")
         for x, c in () if call is None else (call.args, call.args[::-1]):
             factor = _factor(c)
@@ -261,7 +270,7 @@ class _FuseAttention(Rewriter):
         return None
 
     def _repeated(self, expr: Expr) -> _Repeated | None:
-        """The tensor whose elements along one axis stand `times` times in a row in this one."""
+        """Match a tensor with repeated slices: an expanded and reshaped tensor, or a gather; else None."""
         call = self._call_of(expr, "reshape", "gather")
         if call is None:
             return None
@@ -271,39 +280,39 @@ class _FuseAttention(Rewriter):
         source = None if wide is None else self._call_of(wide.args[0], "expand_dims", "reshape")
         if wide is None or source is None or (wide.callee.name == "concat" and len(set(wide.args)) > 1):
             return None
-        inner, outer, made = _shape(source.args[0]), _shape(wide), _shape(call)
-        for axis in range(len(inner)):  # (.., h, 1, ..) became (.., h, times, ..), then (.., h * times, ..)
+        inner, outer, result = _shape(source.args[0]), _shape(wide), _shape(call)
+        for axis in range(len(inner)):  # (.., h, 1, ..) => (.., h, times, ..) => (.., h * times, ..)
             times = as_int(outer[axis + 1]) if len(outer) == len(inner) + 1 else None
             if (
                 times is not None
                 and times > 1
                 and _equal(_shape(source), (*inner[: axis + 1], sym(1), *inner[axis + 1 :]))
                 and _equal(outer, (*inner[: axis + 1], sym(times), *inner[axis + 1 :]))
-                and _equal(made, (*inner[:axis], inner[axis] * times, *inner[axis + 1 :]))
+                and _equal(result, (*inner[:axis], inner[axis] * times, *inner[axis + 1 :]))
             ):
                 return _Repeated(source.args[0], axis, times)
         return None
 
-    def _turned(self, transpose: Call) -> Expr | None:
-        """transpose(attention(...)) as one op."""
+    def _fold_output_transpose(self, transpose: Call) -> Expr | None:
+        """Fold transpose(attention(...)) into the output axes of the attention."""
         (x,) = transpose.args
         call = self._call_of(x, "attention")
         if call is None or not self._is_private(x):
             return None
         inner, axes = _permutation(call.attrs["out_axes"]), _axes(transpose)
-        made = axes if inner is None else tuple(inner[a] for a in axes)
-        return get_op("attention")(*call.args, **{**call.attrs, "out_axes": made}, loc=call.loc)
+        out_axes = axes if inner is None else tuple(inner[a] for a in axes)
+        return get_op("attention")(*call.args, **{**call.attrs, "out_axes": out_axes}, loc=call.loc)
 
 
 def _repeating_gather(call: Call) -> _Repeated | None:
-    """Whether constant places are 0, 0, .., 1, 1, .. up to the size of the axis."""
-    x, places = call.args
+    """Match a gather with constant indices 0, 0, .., 1, 1, .. that cover the axis; else None."""
+    x, indices = call.args
     axis, shape = call.attrs["axis"], _shape(x)
-    if not isinstance(places, Constant) or places.value.ndim != 1 or not isinstance(axis, int):
+    if not isinstance(indices, Constant) or indices.value.ndim != 1 or not isinstance(axis, int):
         return None
     size = as_int(shape[axis])
-    times = len(places.value) // size if size else 0
-    if size is None or times < 2 or not np.array_equal(places.value, np.repeat(np.arange(size), times)):
+    times = len(indices.value) // size if size else 0
+    if size is None or times < 2 or not np.array_equal(indices.value, np.repeat(np.arange(size), times)):
         return None
     return _Repeated(x, axis % len(shape), times)
 
@@ -330,7 +339,7 @@ def _equal(a: tuple[SymExpr, ...], b: tuple[SymExpr, ...]) -> bool:
 
 
 def _factor(expr: Expr) -> float | None:
-    """The one value of a constant."""
+    """The value of a one-element constant; None for other expressions."""
     if not isinstance(expr, Constant) or expr.value.size != 1:
         return None
     return float(np.asarray(expr.value).reshape(-1)[0])

@@ -1,13 +1,13 @@
-"""Narrower numbers where the user allows them: `precision="bf16"`.
+"""Lowering of matrix products and attention to bfloat16 operands: `precision="bf16"`.
 
     matmul(x, w)         =>   matmul(cast(x, bfloat16), w as bfloat16, dtype=float32)      for constant weights w (k, n)
     attention(q, k, v)   =>   attention(cast(q), cast(k), cast(v), rounds=True, dtype=float32)
 
-Attention's result is rounded where it is read so, dtype=bfloat16. Products that will be of whole numbers, which is
-faster and more precise on some processors (int16_products.py), stay as they are here.
+The result of attention is bfloat16 (dtype=bfloat16) if all uses round it so. Products that become 16-bit integer
+products, which are faster and more accurate on some processors (int16_products.py), are left alone.
 
-Products of two bfloat16 are exact in float32 and are summed in float32; only the operands are rounded, each to 8
-significant bits (relative error at most 2**-8 each), and so are attention's weights. Everything else stays float32.
+Products of two bfloat16 numbers are exact in float32 and accumulated in float32. Only the operands and the weights of
+attention are rounded, each to 8 significant bits (relative error at most 2**-8). All other ops stay in float32.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.graph.eliminate import eliminate_dead
 from relaxlite.passes.graph.integer_products import LOW_BITS
-from relaxlite.passes.products.int16_products import may_be_words
+from relaxlite.passes.products.int16_products import may_be_int16
 from relaxlite.passes.products.pack_constants import SHARED_BYTES
 
 PRECISIONS = ("auto", "float32", "bf16", *LOW_BITS)
 NARROW = "bfloat16"
-LEAST_DEPTH = 32  # products of fewer terms are not worth rounding their operands for
+MIN_DEPTH = 32  # terms per output below which rounding the operands does not pay
 
 
 def lower_precision(module: IRModule, context: PassContext) -> IRModule:
-    """Raises InvalidArgumentError for an unknown precision, or one that the target has no instructions for."""
+    """Round the operands of matrix products with constant weights to bfloat16, if precision is "bf16".
+
+    Raises InvalidArgumentError for an unknown precision, or one for which the target has no instructions.
+    """
     if context.precision not in PRECISIONS:
         raise InvalidArgumentError(f"precision {context.precision!r} is not one of {', '.join(PRECISIONS)}")
     if context.precision != "bf16":
@@ -51,7 +54,7 @@ def lower_precision(module: IRModule, context: PassContext) -> IRModule:
 
 
 def _shared(module: IRModule) -> set[int]:
-    """The ids of large weights that several calls read: who makes other weights of them may need two copies."""
+    """The ids of large constants with several uses: a second form of such a weight would duplicate it."""
     calls = [b.value for f in module.functions().values() for b in f.body.bindings() if isinstance(b, Let)]
     args = [arg for call in calls if isinstance(call, Call) for arg in call.args]
     large = [id(arg.value) for arg in args if isinstance(arg, Constant) and arg.value.nbytes >= SHARED_BYTES]
@@ -59,47 +62,47 @@ def _shared(module: IRModule) -> set[int]:
 
 
 def narrow_attention(module: IRModule, context: PassContext) -> IRModule:
-    """Attention of a sequence to itself in bfloat16, where the precision allows it and the target is faster so.
+    """Round the operands of self-attention to bfloat16, if the precision allows it and the target is faster so.
 
-    Where there are more keys than queries, as in the steps of a decoder, rounding them all would take longer than what
+    Attention with more keys than queries, as in decode steps, stays in float32: rounding all keys would cost more than
     it saves.
     """
     if context.precision != "bf16" or not context.target.has_fast_bf16_dots:
         return module
-    module = eliminate_dead(module)  # of attention that has taken over a transpose, the form before is still there
+    module = eliminate_dead(module)  # attention with a folded transpose leaves its previous form behind
     return map_functions(module, lambda f: _NarrowAttention(context, _rounded_later(f)).function(f))
 
 
 def _rounded_later(function: Function) -> set[Var]:
-    """What is rounded where it is read, or is so once it has another shape."""
-    found: set[Var] = set()
+    """Variables that are cast to bfloat16, directly or after a reshape."""
+    variables: set[Var] = set()
     for binding in reversed(list(function.body.bindings())):
         value = binding.value if isinstance(binding, Let) else None
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or not value.args:
             continue
         x = value.args[0]
         is_cast = value.callee.name == "cast" and value.attrs["dtype"] == NARROW
-        if isinstance(x, Var) and (is_cast or (value.callee.name == "reshape" and binding.var in found)):
-            found.add(x)
-    return found
+        if isinstance(x, Var) and (is_cast or (value.callee.name == "reshape" and binding.var in variables)):
+            variables.add(x)
+    return variables
 
 
 class _NarrowAttention(Rewriter):
     def __init__(self, context: PassContext, rounded: set[Var]) -> None:
         super().__init__()
         self._context, self._rounded = context, rounded
-        self._narrow: dict[Var, Expr] = {}  # what was bfloat16 before it was widened
+        self._narrow: dict[Var, Expr] = {}  # widened variable -> its bfloat16 value
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
             return None
         first = value.args[0] if value.args else None
-        known = self._narrow.get(first) if isinstance(first, Var) else None
-        if known is not None and value.callee.name == "reshape":
-            self._narrow[var] = self.bb.emit(get_op("reshape")(known, *value.args[1:]))
+        bfloats = self._narrow.get(first) if isinstance(first, Var) else None
+        if bfloats is not None and value.callee.name == "reshape":
+            self._narrow[var] = self.bb.emit(get_op("reshape")(bfloats, *value.args[1:]))
             return get_op("cast")(self._narrow[var], dtype="float32")
-        if known is not None and value.callee.name == "cast" and value.attrs["dtype"] == NARROW:
-            return known
+        if bfloats is not None and value.callee.name == "cast" and value.attrs["dtype"] == NARROW:
+            return bfloats
         if value.callee.name != "attention" or not isinstance(value.ty, TensorType) or value.ty.dtype != "float32":
             return None
         problem = _problem_of(value)
@@ -111,13 +114,13 @@ class _NarrowAttention(Rewriter):
         attrs = {**value.attrs, "rounds": True}
         if var not in self._rounded:
             return value.callee(*operands, *value.args[3:], **{**attrs, "dtype": "float32"}, loc=value.loc)
-        made = self.bb.emit(value.callee(*operands, *value.args[3:], **attrs, loc=value.loc))
-        self._narrow[var] = made
-        return cast(made, dtype="float32")
+        rounded = self.bb.emit(value.callee(*operands, *value.args[3:], **attrs, loc=value.loc))
+        self._narrow[var] = rounded
+        return cast(rounded, dtype="float32")
 
 
 def _problem_of(attention: Call) -> str | None:
-    """Why this attention is none to be rounded, or None."""
+    """Why an attention is not rounded; None: it is."""
     sizes = []
     for arg, axes in zip(attention.args[:2], ("q_axes", "k_axes"), strict=True):
         assert isinstance(arg.ty, TensorType) and arg.ty.shape is not None
@@ -136,8 +139,8 @@ class _Narrow(Rewriter):
     def __init__(self, context: PassContext, shared: set[int]) -> None:
         super().__init__()
         self._context, self._shared = context, shared
-        self._weights: dict[int, tuple[Constant, Constant]] = {}  # by the array: each is rounded once
-        self._widened: dict[Var, Constant] = {}  # by what widens them: weights of half precision
+        self._weights: dict[int, tuple[Constant, Constant]] = {}  # by the id of the array: each is rounded once
+        self._widened: dict[Var, Constant] = {}  # casts to float32 of half-precision weights -> the weights
 
     def bind(self, var: Var, value: Expr) -> None:
         super().bind(var, value)
@@ -155,11 +158,11 @@ class _Narrow(Rewriter):
             return None
         if not isinstance(x.ty, TensorType) or x.ty.dtype != "float32":
             return None
-        if w.value.ndim != 2 or w.value.shape[0] < LEAST_DEPTH or w.value.shape[0] % 2:
-            depth = "its weights are no matrix" if w.value.ndim != 2 else f"it sums {w.value.shape[0]} products"
-            self._context.decide("lower_precision", f"{var.name} in {NARROW}", False, depth)
+        if w.value.ndim != 2 or w.value.shape[0] < MIN_DEPTH or w.value.shape[0] % 2:
+            reason = "its weights are no matrix" if w.value.ndim != 2 else f"it sums {w.value.shape[0]} products"
+            self._context.decide("lower_precision", f"{var.name} in {NARROW}", False, reason)
             return None
-        if id(w.value) not in self._shared and may_be_words(w, self._context.target):
+        if id(w.value) not in self._shared and may_be_int16(w, self._context.target):
             return None
         narrow = self.bb.emit(get_op("cast")(x, dtype=NARROW, flushes=True))
         return get_op("matmul")(narrow, self._narrow(w), dtype="float32", loc=value.loc)
@@ -167,7 +170,7 @@ class _Narrow(Rewriter):
     def _narrow(self, w: Constant) -> Constant:
         if w.ty.dtype == NARROW:
             return w
-        found = self._weights.get(id(w.value))
-        if found is None:
-            found = self._weights[id(w.value)] = (w, Constant.of(w.value, NARROW, w.name))
-        return found[1]
+        entry = self._weights.get(id(w.value))
+        if entry is None:
+            entry = self._weights[id(w.value)] = (w, Constant.of(w.value, NARROW, w.name))
+        return entry[1]

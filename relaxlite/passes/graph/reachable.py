@@ -1,40 +1,39 @@
-"""Which definitions of a module are used."""
+"""Reachability of definitions from the entry points of a module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from relaxlite.ir.attributes import EXPORTED
 from relaxlite.ir.expr import Call, Function, GlobalVar, Let
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.visitor import bodies, operands
 
-EXPORTED = "exported"  # attribute of a function that callers of the compiled model may run, as they run "main"
 
-
-def entries(module: IRModule) -> list[str]:
-    """The functions that are called from outside, "main" first."""
+def entry_points(module: IRModule) -> list[str]:
+    """The names of the entry points: "main", then the exported functions."""
     return ["main", *(name for name, f in module.functions().items() if name != "main" and f.attrs.get(EXPORTED))]
 
 
 def reachable(module: IRModule, roots: Iterable[str]) -> set[str]:
-    """The names of all definitions that `roots` call, directly or not, themselves included."""
-    found: set[str] = set()
+    """The names of all definitions reachable from `roots` through calls, `roots` included."""
+    visited: set[str] = set()
     pending = list(roots)
     while pending:
         name = pending.pop()
-        if name in found or name not in module:
+        if name in visited or name not in module:
             continue
-        found.add(name)
+        visited.add(name)
         definition = module[name]
         if isinstance(definition, Function):
             pending.extend(_called(definition))
-    return found
+    return visited
 
 
 def drop_unused(module: IRModule) -> IRModule:
-    """Remove definitions that no function which is called from outside reaches."""
-    kept = reachable(module, entries(module))
-    return module.updated({name: None for name in module if name not in kept})
+    """Remove functions and programs that are not reachable from an entry point."""
+    used = reachable(module, entry_points(module))
+    return module.updated({name: None for name in module if name not in used})
 
 
 def _called(function: Function) -> list[str]:

@@ -1,4 +1,4 @@
-"""Recognize normalizations and activations that exporters write as chains of simple ops, and make one op of each.
+"""Recognition of normalizations, activations and rotary embeddings that exporters write as chains of simple ops.
 
     x - mean(x), its mean square, epsilon, sqrt, division      layer_norm, then its scale and bias
     x / sqrt(mean(x * x) + epsilon)                            rms_norm, then its scale
@@ -7,8 +7,8 @@
     1 / (1 + exp(-x)), x * sigmoid(x), x * relu6(x + 3) / 6    sigmoid, silu, hard_swish
     x * cos + concat(-x[h:], x[:h]) * sin, and other forms     rotary (recognize_rotary.py)
 
-A rule is a pattern, and a function that builds the op from a match or says why it cannot. What matches but is refused
-leaves a note. Scale and bias are rules of their own, on the norm found before them.
+A rule is a pattern and a function that builds the op from a match, or returns the reason for rejecting it, which is
+recorded as a decision. Scale and bias have rules of their own, on the normalization recognized before.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ from relaxlite.passes.graph import recognize_rotary
 from relaxlite.passes.graph.eliminate import eliminate_dead
 from relaxlite.records import dataclass
 
-ULPS = 4  # by which a written constant may miss the exact one, in units of its own dtype
+ULPS = 4  # tolerance of constants in patterns, in units in the last place of their dtype
 
 
 def recognize(module: IRModule, context: PassContext) -> IRModule:
-    """Chains of simple ops become the op that they spell out."""
-    used = eliminate_dead(module)  # so that what nothing uses does not count as a use
+    """Replace chains of simple ops by the normalization, activation or rotary embedding that they compute."""
+    used = eliminate_dead(module)  # dead bindings must not count as uses
     return eliminate_dead(map_functions(used, lambda f: _Recognize(context).function(f)))
 
 
-Made: TypeAlias = "Call | str"  # the op, or why not
+RuleResult: TypeAlias = "Call | str"  # the replacement, or the reason for rejecting a match
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
+    """A pattern, and the function that builds the replacement of a match."""
+
     name: str
     pattern: Pattern
-    make: Callable[[Match, Matcher, _Emit], Made]
+    build: Callable[[Match, Matcher, _Emit], RuleResult]
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """The ops that the outermost call of a match may be of."""
+        """The ops that can be the root of a match."""
         return self.pattern.root_ops
 
 
@@ -73,23 +75,25 @@ class _Recognize(Rewriter):
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
             return None
         for rule in _BY_ROOT.get(value.callee.name, ()):
-            found = self._matcher.match(rule.pattern, value)
-            if found is None:
+            match = self._matcher.match(rule.pattern, value)
+            if match is None:
                 continue
-            made = self._made(rule, found, value)
-            if isinstance(made, Call):
-                self._context.decide("recognize", f"{var.name} as {rule.name}", True, f"it computes {made.callee.name}")
-                return made
-            self._context.decide("recognize", f"{var.name} as {rule.name}", False, str(made))
+            result = self._apply(rule, match, value)
+            if isinstance(result, Call):
+                self._context.decide(
+                    "recognize", f"{var.name} as {rule.name}", True, f"it computes {result.callee.name}"
+                )
+                return result
+            self._context.decide("recognize", f"{var.name} as {rule.name}", False, str(result))
         return None
 
-    def _made(self, rule: Rule, found: Match, value: Call) -> Made:
-        if not found.is_removable:
+    def _apply(self, rule: Rule, match: Match, value: Call) -> RuleResult:
+        if not match.is_removable:
             return "a value inside is used elsewhere too"
-        made = rule.make(found, self._matcher, self.bb.emit)
-        if isinstance(made, Call) and made.ty != value.ty:
-            return f"it would have the type {made.ty} instead of {value.ty}"
-        return made
+        result = rule.build(match, self._matcher, self.bb.emit)
+        if isinstance(result, Call) and result.ty != value.ty:
+            return f"it would have the type {result.ty} instead of {value.ty}"
+        return result
 
     def bind(self, var: Var, value: Expr) -> None:
         super().bind(var, value)
@@ -129,18 +133,18 @@ def _square(x: Pattern) -> Pattern:
 
 
 def _scaled_square(x: Pattern, factor: float) -> Pattern:
-    """factor * x * x in any order"""
+    """factor * x * x in any order of multiplication"""
     return _scaled(_square(x), factor) | _mul(_scaled(x, factor), x)
 
 
 def _scaled_cube(x: Pattern, factor: float) -> Pattern:
-    """factor * x * x * x in any order"""
+    """factor * x * x * x in any order of multiplication"""
     cube = is_op("power")(x, is_const(3)) | _mul(_square(x), x)
     return _scaled(cube, factor) | _mul(_scaled_square(x, factor), x) | _mul(_square(x), _scaled(x, factor))
 
 
 def _product(x: Pattern, y: Pattern, factor: float) -> Pattern:
-    """factor * x * y in any order"""
+    """factor * x * y in any order of multiplication"""
     return _scaled(_mul(x, y), factor) | _mul(_scaled(x, factor), y) | _mul(x, _scaled(y, factor))
 
 
@@ -171,54 +175,55 @@ _SCALED_NORM = is_op("layer_norm")(_X, wildcard("scale")).named("norm")
 _MEAN_SQUARE = _with_epsilon(is_op("mean")(_square(_X)).named("mean_square"))
 
 
-def _layer_norm(found: Match, matcher: Matcher, emit: _Emit) -> Made:
-    tail = _tail(found, matcher, "mean", "mean_square")
-    epsilon = _epsilon(found)
+def _layer_norm(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
+    tail = _tail(match, matcher, "mean", "mean_square")
+    epsilon = _epsilon(match)
     if isinstance(tail, str) or isinstance(epsilon, str):
         return tail if isinstance(tail, str) else str(epsilon)
-    return ops.layer_norm(found["x"], axis=-tail, epsilon=epsilon)
+    return ops.layer_norm(match["x"], axis=-tail, epsilon=epsilon)
 
 
-def _rms_norm(found: Match, matcher: Matcher, emit: _Emit) -> Made:
-    tail = _tail(found, matcher, "mean_square")
-    epsilon = _epsilon(found)
+def _rms_norm(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
+    tail = _tail(match, matcher, "mean_square")
+    epsilon = _epsilon(match)
     if isinstance(tail, str) or isinstance(epsilon, str):
         return tail if isinstance(tail, str) else str(epsilon)
-    return ops.rms_norm(found["x"], axis=-tail, epsilon=epsilon)
+    return ops.rms_norm(match["x"], axis=-tail, epsilon=epsilon)
 
 
-def _folded_layer_norm(found: Match, matcher: Matcher, emit: _Emit) -> Made:
+def _folded_layer_norm(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
     """x * factor + (bias - mean * factor), factor = scale / sqrt(variance + epsilon)"""
-    norm = _layer_norm(found, matcher, emit)
+    norm = _layer_norm(match, matcher, emit)
     if isinstance(norm, str):
         return norm
-    weights = [_weight(found[name], norm, emit) for name in ("scale", "bias")]
+    weights = [_weight(match[name], norm, emit) for name in ("scale", "bias")]
     wrong = [w for w in weights if isinstance(w, str)]
     return wrong[0] if wrong else ops.layer_norm(norm.args[0], *weights, **dict[str, Any](norm.attrs))
 
 
-def _scaled_norm(found: Match, matcher: Matcher, emit: _Emit) -> Made:
-    norm = matcher.value_of(found["norm"])
+def _scaled_norm(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
+    norm = matcher.value_of(match["norm"])
     assert isinstance(norm, Call) and isinstance(norm.callee, Op)
-    scale = _weight(found["scale"], norm, emit)
+    scale = _weight(match["scale"], norm, emit)
     return scale if isinstance(scale, str) else norm.callee(*norm.args, scale, **dict[str, Any](norm.attrs))
 
 
-def _shifted_norm(found: Match, matcher: Matcher, emit: _Emit) -> Made:
-    norm = matcher.value_of(found["norm"])
+def _shifted_norm(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
+    norm = matcher.value_of(match["norm"])
     assert isinstance(norm, Call) and isinstance(norm.callee, Op)
-    bias = _weight(found["bias"], norm, emit)
+    bias = _weight(match["bias"], norm, emit)
     return bias if isinstance(bias, str) else norm.callee(*norm.args, bias, **dict[str, Any](norm.attrs))
 
 
-def _tail(found: Match, matcher: Matcher, *names: str) -> int | str:
-    """Over how many of the last axes all these means go, the dimensions kept; or what is wrong."""
-    rank = _shape(found["x"])
+def _tail(match: Match, matcher: Matcher, *names: str) -> int | str:
+    """The number of trailing axes that all the named means reduce, with keepdims; or the reason for rejecting the
+    match."""
+    rank = _shape(match["x"])
     if rank is None:
         return "the shape of x is unknown"
     counts = []
     for name in names:
-        mean = matcher.value_of(found[name])
+        mean = matcher.value_of(match[name])
         axes = _last_axes(mean, len(rank))
         if axes is None:
             return "it is not over the last axes, or does not keep them"
@@ -227,7 +232,7 @@ def _tail(found: Match, matcher: Matcher, *names: str) -> int | str:
 
 
 def _last_axes(reduction: Expr, rank: int) -> int | None:
-    """How many axes, if these are the last ones and their dimensions are kept."""
+    """The number of reduced axes, if they are the trailing ones and kept (keepdims); else None."""
     assert isinstance(reduction, Call)
     axes, keeps = reduction.attrs["axes"], reduction.attrs["keepdims"]
     if axes is None:
@@ -237,8 +242,8 @@ def _last_axes(reduction: Expr, rank: int) -> int | None:
     return len(over) if keeps and over and over == list(range(rank - len(over), rank)) else None
 
 
-def _epsilon(found: Match) -> float | str:
-    epsilon = found.captures.get("epsilon")
+def _epsilon(match: Match) -> float | str:
+    epsilon = match.captures.get("epsilon")
     if epsilon is None:
         return 0.0
     if not isinstance(epsilon, Constant) or epsilon.value.size != 1:
@@ -247,16 +252,17 @@ def _epsilon(found: Match) -> float | str:
 
 
 def _weight(weight: Expr, norm: Call, emit: _Emit) -> Expr | str:
-    """The operand of the shape of the normalized axes: without dimensions of one in front; or what is wrong."""
-    have, shape = _shape(weight), _shape(norm)
+    """A scale or bias reshaped to the normalized axes, without leading dimensions of size 1; or the reason for
+    rejecting."""
+    given_shape, shape = _shape(weight), _shape(norm)
     axis = norm.attrs["axis"]
     assert isinstance(axis, int) and shape is not None
     tail = shape[axis:]
-    if have is None or len(have) < len(tail) or have[len(have) - len(tail) :] != tail:
+    if given_shape is None or len(given_shape) < len(tail) or given_shape[len(given_shape) - len(tail) :] != tail:
         return "scale or bias has another shape than the normalized axes"
-    if any(as_int(d) != 1 for d in have[: len(have) - len(tail)]):
+    if any(as_int(d) != 1 for d in given_shape[: len(given_shape) - len(tail)]):
         return "scale or bias differs from row to row"
-    if len(have) == len(tail):
+    if len(given_shape) == len(tail):
         return weight
     if isinstance(weight, Constant):
         return Constant.of(weight.value.reshape(weight.value.shape[-len(tail) :]), weight.ty.dtype)
@@ -275,31 +281,31 @@ _EXPS = is_op("exp")(_SHIFTED).named("exps") | is_op("exp")(_X).named("exps")
 _SUM = is_op("sum")(_EXPS).named("sum")
 
 
-def _softmax(found: Match, matcher: Matcher, emit: _Emit) -> Made:
-    axis = _one_axis(found, matcher)
-    return axis if isinstance(axis, str) else ops.softmax(found["x"], axis=axis)
+def _softmax(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
+    axis = _one_axis(match, matcher)
+    return axis if isinstance(axis, str) else ops.softmax(match["x"], axis=axis)
 
 
-def _log_softmax(found: Match, matcher: Matcher, emit: _Emit) -> Made:
-    axis = _one_axis(found, matcher)
-    return axis if isinstance(axis, str) else ops.log_softmax(found["x"], axis=axis)
+def _log_softmax(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
+    axis = _one_axis(match, matcher)
+    return axis if isinstance(axis, str) else ops.log_softmax(match["x"], axis=axis)
 
 
-def _log_of_softmax(found: Match, matcher: Matcher, emit: _Emit) -> Made:
-    softmax = matcher.value_of(found["softmax"])
+def _log_of_softmax(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
+    softmax = matcher.value_of(match["softmax"])
     assert isinstance(softmax, Call)
     return ops.log_softmax(*softmax.args, **dict[str, Any](softmax.attrs))
 
 
-def _one_axis(found: Match, matcher: Matcher) -> int | str:
-    """The one axis of the sum, and of the maximum if there is one; or what is wrong."""
-    shape = _shape(found["x"])
+def _one_axis(match: Match, matcher: Matcher) -> int | str:
+    """The axis of the sum and of the maximum, if any; or the reason for rejecting the match."""
+    shape = _shape(match["x"])
     if shape is None:
         return "the shape of x is unknown"
     chosen: set[int] = set()
     for name in ("sum", "top"):
-        if name in found.captures:
-            reduction = matcher.value_of(found[name])
+        if name in match.captures:
+            reduction = matcher.value_of(match[name])
             assert isinstance(reduction, Call)
             axes = reduction.attrs["axes"]
             if not isinstance(axes, tuple) or len(axes) != 1 or not reduction.attrs["keepdims"]:
@@ -324,24 +330,24 @@ _EXP_OF_NEGATIVE = _add(is_op("exp")(is_op("neg")(_X)), is_const(1))
 _RELU6 = is_op("clip")(_add(_X, is_const(3))).has_attr(lower=0.0, upper=6.0)
 
 
-def _unary(op: Op, **attrs: str) -> Callable[[Match, Matcher, _Emit], Made]:
-    return lambda found, matcher, emit: op(found["x"], **attrs)
+def _unary(op: Op, **attrs: str) -> Callable[[Match, Matcher, _Emit], RuleResult]:
+    return lambda match, matcher, emit: op(match["x"], **attrs)
 
 
-def _hard_swish_of(found: Match, matcher: Matcher, emit: _Emit) -> Made:
-    gate = matcher.value_of(found["gate"])
+def _hard_swish_of(match: Match, matcher: Matcher, emit: _Emit) -> RuleResult:
+    gate = matcher.value_of(match["gate"])
     assert isinstance(gate, Call)
     alpha, beta = gate.attrs["alpha"], gate.attrs["beta"]
     assert isinstance(alpha, float)
     if beta != 0.5 or abs(alpha - 1 / 6) > 1e-6:
         return f"its slope {alpha} and offset {beta} are not 1/6 and 1/2"
-    return ops.hard_swish(found["x"])
+    return ops.hard_swish(match["x"])
 
 
 def _op(name: str) -> Op:
-    found = getattr(ops, name)
-    assert isinstance(found, Op)
-    return found
+    op = getattr(ops, name)
+    assert isinstance(op, Op)
+    return op
 
 
 RULES = (
@@ -371,8 +377,8 @@ RULES = (
     Rule("silu", _mul(_X, is_op("sigmoid")(_X)) | _div(_X, _EXP_OF_NEGATIVE), _unary(_op("silu"))),
     Rule("hard_swish", _product(_X, _RELU6, 1 / 6), _unary(_op("hard_swish"))),
     Rule("hard_swish", _mul(_X, is_op("hard_sigmoid")(_X).named("gate")), _hard_swish_of),
-    Rule("rotary", recognize_rotary.ROTATED, recognize_rotary.rotary),
-    Rule("rotary", recognize_rotary.TURNED, recognize_rotary.rotary),
+    Rule("rotary", recognize_rotary.ROTATE_HALF_FORM, recognize_rotary.rotary),
+    Rule("rotary", recognize_rotary.CONCAT_FORM, recognize_rotary.rotary),
 )
 _BY_ROOT: dict[str, tuple[Rule, ...]] = {
     root: tuple(rule for rule in RULES if root in rule.roots) for rule in RULES for root in rule.roots

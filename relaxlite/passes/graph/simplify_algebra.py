@@ -1,4 +1,4 @@
-"""Algebraic rules on graph operators. Each rule states its equation; all are exact for every input, NaN included."""
+"""Algebraic simplification of graph ops. Each rule states its equation; all are exact for every input, NaN included."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ Rule: TypeAlias = Callable[[Call, Bindings], "Expr | None"]
 
 
 def simplify_algebra(module: IRModule) -> IRModule:
+    """Simplify calls of ops by algebraic identities that are exact for every input, such as x * 1 = x."""
     return map_functions(module, lambda f: _Simplify().function(f))
 
 
@@ -32,10 +33,10 @@ class _Simplify(Rewriter):
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         new: Expr | None = None
         while isinstance(value, Call) and isinstance(value.callee, Op):
-            found = self._apply(value)
-            if found is None:
+            simpler = self._apply(value)
+            if simpler is None:
                 break
-            new = value = found
+            new = value = simpler
         return new
 
     def bind(self, var: Var, value: Expr) -> None:
@@ -46,21 +47,21 @@ class _Simplify(Rewriter):
 
     def _apply(self, call: Call) -> Expr | None:
         for rule in RULES.get(call.callee.name, ()):
-            found = rule(call, self._bound)
-            if found is not None:
-                return found
+            simpler = rule(call, self._bound)
+            if simpler is not None:
+                return simpler
         return None
 
 
 def _scalar(expr: Expr) -> float | int | None:
-    """The one value of a constant that holds one value everywhere."""
+    """The value of a one-element constant; None for other expressions."""
     if not isinstance(expr, Constant) or expr.value.size != 1:
         return None
     return expr.value.reshape(-1)[0].item()  # type: ignore[no-any-return]
 
 
-def _keeps(call: Call, operand: Expr) -> Expr | None:
-    """The operand, if it has the very type of the result."""
+def _of_same_type(call: Call, operand: Expr) -> Expr | None:
+    """The operand as replacement of a call, if both have the same type."""
     return operand if operand.ty == call.ty else None
 
 
@@ -69,7 +70,7 @@ def add_zero(call: Call, bound: Bindings) -> Expr | None:
     for x, c in (call.args, call.args[::-1]):
         value = _scalar(c)
         if value == 0 and (isinstance(value, int) or math.copysign(1, value) < 0):
-            return _keeps(call, x)
+            return _of_same_type(call, x)
     return None
 
 
@@ -77,7 +78,7 @@ def subtract_zero(call: Call, bound: Bindings) -> Expr | None:
     """x - 0 = x. (-0.0 - -0.0 = 0.0, so the constant of floats must be 0.0.)"""
     value = _scalar(call.args[1])
     if value == 0 and (isinstance(value, int) or math.copysign(1, value) > 0):
-        return _keeps(call, call.args[0])
+        return _of_same_type(call, call.args[0])
     return None
 
 
@@ -85,13 +86,13 @@ def multiply_one(call: Call, bound: Bindings) -> Expr | None:
     """x * 1 = x"""
     for x, c in (call.args, call.args[::-1]):
         if _scalar(c) == 1:
-            return _keeps(call, x)
+            return _of_same_type(call, x)
     return None
 
 
 def divide_one(call: Call, bound: Bindings) -> Expr | None:
     """x / 1 = x"""
-    return _keeps(call, call.args[0]) if _scalar(call.args[1]) == 1 else None
+    return _of_same_type(call, call.args[0]) if _scalar(call.args[1]) == 1 else None
 
 
 def divide_power_of_two(call: Call, bound: Bindings) -> Expr | None:
@@ -109,18 +110,18 @@ def power_constant(call: Call, bound: Bindings) -> Expr | None:
     """x ** 2 = x * x;  x ** 1 = x"""
     exponent, x = _scalar(call.args[1]), call.args[0]
     if exponent == 1:
-        return _keeps(call, x)
+        return _of_same_type(call, x)
     return ops.multiply(x, x, loc=call.loc) if exponent == 2 and x.ty == call.ty else None
 
 
 def cast_same(call: Call, bound: Bindings) -> Expr | None:
     """cast(x, dtype of x) = x"""
-    return _keeps(call, call.args[0])
+    return _of_same_type(call, call.args[0])
 
 
 def broadcast_same(call: Call, bound: Bindings) -> Expr | None:
     """broadcast_to(x, shape of x) = x"""
-    return _keeps(call, call.args[0])
+    return _of_same_type(call, call.args[0])
 
 
 def reshape_reshape(call: Call, bound: Bindings) -> Expr | None:
@@ -151,7 +152,7 @@ def transpose_transpose(call: Call, bound: Bindings) -> Expr | None:
 
 
 def _moves_only_ones(call: Call, axes: tuple[int, ...]) -> Expr | None:
-    """transpose(x, axes) = reshape(x) when only dimensions of one change places"""
+    """transpose(x, axes) = reshape(x), if only dimensions of size 1 are permuted"""
     ty = call.args[0].ty
     assert (
         isinstance(ty, TensorType)
@@ -166,13 +167,13 @@ def _moves_only_ones(call: Call, axes: tuple[int, ...]) -> Expr | None:
 
 
 def concat_one(call: Call, bound: Bindings) -> Expr | None:
-    """concat(x) = x;  concat(x, empty) = concat(x), where the empty one neither tells nor checks another size"""
+    """concat(x) = x;  concat(x, empty) = concat(x), if the result keeps its type"""
     if len(call.args) == 1:
         return call.args[0]
-    kept = [a for a in call.args if not _adds_nothing(a, call)]
-    if len(kept) == len(call.args) or not kept:
+    nonempty = [a for a in call.args if not _adds_nothing(a, call)]
+    if len(nonempty) == len(call.args) or not nonempty:
         return None
-    fewer = ops.concat(*kept, axis=call.attrs["axis"], loc=call.loc)
+    fewer = ops.concat(*nonempty, axis=call.attrs["axis"], loc=call.loc)
     return fewer if fewer.ty == call.ty else None
 
 
@@ -190,7 +191,7 @@ def slice_all(call: Call, bound: Bindings) -> Expr | None:
     begins, steps = call.args[1], call.attrs["steps"]
     whole = isinstance(begins, ShapeValue) and all(as_int(b) == 0 for b in begins.values)
     forward = steps is None or (isinstance(steps, tuple) and all(s == 1 for s in steps))
-    return _keeps(call, call.args[0]) if whole and forward else None
+    return _of_same_type(call, call.args[0]) if whole and forward else None
 
 
 RULES: dict[str, tuple[Rule, ...]] = {

@@ -1,11 +1,11 @@
-"""A product whose columns are used in parts becomes a product for each part: projections that exporters fused.
+"""Splitting of fused projections: a product whose columns are used in slices becomes one product per slice.
 
     y = x @ w + b;  q = y[.., :n];  k = y[.., n:2*n]        =>        q = x @ w[:, :n] + b[:n];  k = x @ w[:, n:2*n] ..
 
-A part may also be taken of y in another shape: reshape(y, (.., 3, h, d)), transposed, and one of the 3 taken. Then each
-part is written where its readers want it, gated layers become pairs (pair_products.py), and join_calls.py makes one
-kernel of the others. No column is computed twice: the parts must not overlap, and nothing else may read y.
-"""
+Slices may be taken after reshapes and transposes of y: reshape(y, (.., 3, h, d)), transposed, and one of the 3 taken.
+Each part is then stored in the layout of its uses, gated layers become pairs (pair_products.py), and join_calls.py
+joins the remaining parts into one kernel. No column is computed twice: parts must not overlap, and y must have no other
+uses."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from relaxlite.ir.visitor import Rewriter, body_uses, map_functions
 from relaxlite.passes.context import PassContext
 from relaxlite.records import dataclass
 
-LEAST_COLUMNS = 16  # of a part: fewer would leave most of a vector empty
+MIN_COLUMNS = 16  # of a part: fewer would leave most lanes of a vector unused
 
 
 def split_products(module: IRModule, context: PassContext) -> IRModule:
-    """Products whose columns are used in parts become products of parts."""
+    """Split products whose columns are used only in disjoint slices into one product per slice.
+
+    The weights are constants of rank 2; a slice has at least `MIN_COLUMNS` columns.
+    """
     return map_functions(module, partial(_rewritten, context=context))
 
 
@@ -39,7 +42,7 @@ def _rewritten(function: Function, context: PassContext) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """begin <= index < begin + size along an axis."""
+    """A range begin <= index < begin + size along an axis."""
 
     axis: int
     begin: int
@@ -48,15 +51,16 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a slice takes: `links` lead from the product to it, each with its range of that link's result."""
+    """A slice of a product: `links` are the ops from the product to the slice, each with the range of its result that
+    the slice reads."""
 
     product: Call
-    links: tuple[tuple[Var, Call, _Range], ...]  # the product itself first
-    taken: Call
+    links: tuple[tuple[Var, Call, _Range], ...]  # the product first
+    slice_call: Call
 
 
 def _parts_of(function: Function, context: PassContext) -> dict[Var, _Part]:
-    """The slices that can be computed on their own, by their variables."""
+    """The slices to compute as separate products, by their variables."""
     calls = {
         b.var: b.value
         for b in function.body.bindings()
@@ -65,10 +69,10 @@ def _parts_of(function: Function, context: PassContext) -> dict[Var, _Part]:
     uses = Counter(body_uses(function.body))
     by_product: dict[Var, dict[Var, _Part]] = {}
     for var, call in calls.items():
-        found = _part(call, calls) if call.callee.name in ("slice", "gather") else None
-        if found is not None:
-            by_product.setdefault(found.links[0][0], {})[var] = found
-    made: dict[Var, _Part] = {}
+        part = _part(call, calls) if call.callee.name in ("slice", "gather") else None
+        if part is not None:
+            by_product.setdefault(part.links[0][0], {})[var] = part
+    accepted: dict[Var, _Part] = {}
     for var, parts in by_product.items():
         if len(parts) < 2:
             continue
@@ -78,30 +82,30 @@ def _parts_of(function: Function, context: PassContext) -> dict[Var, _Part]:
             "split_products", var.name, reason is None, reason or f"its columns are used in parts of {ranges}"
         )
         if reason is None:
-            made.update(parts)
-    return made
+            accepted.update(parts)
+    return accepted
 
 
 def _refusal(parts: Mapping[Var, _Part], uses: Mapping[Var, int]) -> str | None:
-    """Why the parts of one product are not computed apart."""
+    """Why a product is not split into its parts; None: it is."""
     readers: dict[Var, set[Var]] = {}
     for var, part in parts.items():
         names = [*(link for link, _, _ in part.links), var]
         for link, reader in pairwise(names):
             readers.setdefault(link, set()).add(reader)
-    if any(uses[link] != len(found) for link, found in readers.items()):
+    if any(uses[link] != len(users) for link, users in readers.items()):
         return "the whole result is used too"
     ranges = sorted((p.links[0][2] for p in parts.values()), key=lambda r: r.begin)
     if any(a.begin + a.size > b.begin for a, b in pairwise(ranges)):
         return "parts overlap"
     narrowest = min(r.size for r in ranges)
-    return f"a part has {narrowest} columns, less than {LEAST_COLUMNS}" if narrowest < LEAST_COLUMNS else None
+    return f"a part has {narrowest} columns, less than {MIN_COLUMNS}" if narrowest < MIN_COLUMNS else None
 
 
-def _part(taken: Call, calls: Mapping[Var, Call]) -> _Part | None:
-    """How a slice follows from a product with constant weights; None: it does not."""
-    at = _taken_range(taken)
-    source = taken.args[0]
+def _part(slice_call: Call, calls: Mapping[Var, Call]) -> _Part | None:
+    """Trace a slice back to a product with constant weights; None: there is none."""
+    at = _taken_range(slice_call)
+    source = slice_call.args[0]
     links: list[tuple[Var, Call, _Range]] = []
     while at is not None and isinstance(source, Var) and source in calls:
         call = calls[source]
@@ -111,7 +115,7 @@ def _part(taken: Call, calls: Mapping[Var, Call]) -> _Part | None:
             weights = call.args[1]
             is_last = at.axis == len(_shape(call)) - 1
             is_matrix = isinstance(weights, Constant) and weights.value.ndim == 2 and isinstance(call.args[0], Var)
-            return _Part(call, tuple(reversed(links)), taken) if is_last and is_matrix else None
+            return _Part(call, tuple(reversed(links)), slice_call) if is_last and is_matrix else None
         if name == "transpose":
             at = replace(at, axis=_axes(call)[at.axis])
         elif name == "reshape":
@@ -127,36 +131,36 @@ def _part(taken: Call, calls: Mapping[Var, Call]) -> _Part | None:
 
 
 def _taken_range(call: Call) -> _Range | None:
-    """The range of a slice along one axis, or of a gather of one place."""
+    """The range of a slice along one axis, or of a gather at one constant index; else None."""
     shape = _shape(call.args[0])
     if call.callee.name == "gather":
-        axis, place = call.attrs["axis"], call.args[1]
+        axis, position = call.attrs["axis"], call.args[1]
         assert isinstance(axis, int)
-        if not isinstance(place, Constant) or place.value.ndim != 0:
+        if not isinstance(position, Constant) or position.value.ndim != 0:
             return None
-        length, one = as_int(shape[axis % len(shape)]), int(place.value)
-        return None if length is None or not -length <= one < length else _Range(axis % len(shape), one % length, 1)
+        length, index = as_int(shape[axis % len(shape)]), int(position.value)
+        return None if length is None or not -length <= index < length else _Range(axis % len(shape), index % length, 1)
     _, begins, sizes = call.args
     axes, steps = call.attrs["axes"], call.attrs["steps"]
     if not isinstance(begins, ShapeValue) or not isinstance(sizes, ShapeValue):
         return None
-    over = axes if isinstance(axes, tuple) else tuple(range(len(shape)))
+    sliced_axes = axes if isinstance(axes, tuple) else tuple(range(len(shape)))
     if isinstance(steps, tuple) and any(step != 1 for step in steps):
         return None
-    found = None
-    for axis, begin, size in zip(over, begins.values, sizes.values, strict=True):
+    range_of_slice = None
+    for axis, begin, size in zip(sliced_axes, begins.values, sizes.values, strict=True):
         assert isinstance(axis, int)
         dim, first, count = shape[axis % len(shape)], as_int(begin), as_int(size)
         if size is dim and first == 0:
             continue
-        if found is not None or first is None or count is None:
+        if range_of_slice is not None or first is None or count is None:
             return None
-        found = _Range(axis % len(shape), first, count)
-    return found
+        range_of_slice = _Range(axis % len(shape), first, count)
+    return range_of_slice
 
 
 def _before_reshape(call: Call, at: _Range) -> _Range | None:
-    """The range of the last dimension of what is reshaped, if dimension `at.axis` is the outermost that it became."""
+    """The range of the reshape's operand along its last axis, if `at.axis` is the outermost axis split from it."""
     before, after = _shape(call.args[0]), _shape(call)
     inner, columns = as_int(product(after[at.axis + 1 :])), as_int(before[-1]) if before else None
     if inner is None or columns is None or as_int(after[at.axis] * inner) != columns:
@@ -168,20 +172,20 @@ class _Split(Rewriter):
     def __init__(self, parts: Mapping[Var, _Part]) -> None:
         super().__init__()
         self._parts = parts
-        self._sliced: dict[tuple[int, _Range], tuple[Constant, Constant]] = {}  # by the array
+        self._sliced: dict[tuple[int, _Range], tuple[Constant, Constant]] = {}  # by the id of the array
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         part = self._parts.get(var)
         if part is None:
             return None
-        made: Expr = self.operand(part.product.args[0])
+        result: Expr = self.operand(part.product.args[0])
         for _, call, at in part.links:
-            made = self.bb.emit(self._of_part(call, made, at))
+            result = self.bb.emit(self._of_part(call, result, at))
         assert isinstance(value, Call)
-        return made if value.callee.name == "slice" else get_op("reshape")(made, ShapeValue(_shape(value)))
+        return result if value.callee.name == "slice" else get_op("reshape")(result, ShapeValue(_shape(value)))
 
     def _of_part(self, call: Call, x: Expr, at: _Range) -> Call:
-        """One link of the chain for the part alone."""
+        """Recreate one link of the chain for a part."""
         assert isinstance(call.callee, Op)
         if call.callee.name == "reshape":
             shape = _shape(call)
@@ -190,7 +194,7 @@ class _Split(Rewriter):
         return call.callee(x, *rest, loc=call.loc, **dict(call.attrs))
 
     def _slice(self, constant: Constant, at: _Range, rank: int) -> Constant:
-        """The constant's elements that a part reads; all of them where it is broadcast along the axis."""
+        """The slice of a constant operand that a part reads; the whole constant if it broadcasts along the axis."""
         axis = at.axis - rank + constant.value.ndim
         if axis < 0 or constant.value.shape[axis] == 1:
             return constant

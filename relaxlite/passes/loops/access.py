@@ -1,4 +1,4 @@
-"""How buffers are accessed: row-major offsets and their strides along loop variables."""
+"""Row-major offsets of buffer accesses, and their strides along loop variables."""
 
 from __future__ import annotations
 
@@ -12,40 +12,45 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 
 
 def offset(access: Load | Store) -> SymExpr:
-    """The row-major position of the accessed element, in elements."""
+    """The row-major offset of the accessed element from the start of its buffer, in elements."""
     return flat_offset(access.buffer.shape, access.indices)
 
 
 def coefficient(expr: SymExpr, var: SymVar) -> SymExpr | None:
-    """c in expr == c*var + rest, where neither c nor rest mention var; None if expr is not linear in var."""
+    """The coefficient c of `var` in expr == c*var + rest; None if `expr` is not linear in `var`.
+
+    Neither c nor rest contains `var`.
+    """
     total = sym(0)
     for monomial, coef in expr.terms:
-        others = [atom for atom in monomial if atom is not var]
-        if any(var in atom.free_vars() for atom in others) or len(monomial) - len(others) > 1:
+        factors = [atom for atom in monomial if atom is not var]
+        if any(var in atom.free_vars() for atom in factors) or len(monomial) - len(factors) > 1:
             return None
-        if len(others) < len(monomial):
+        if len(factors) < len(monomial):
             term = sym(coef)
-            for atom in others:
+            for atom in factors:
                 term = term * atom
             total = total + term
     return total
 
 
 def accesses(stmt: Stmt) -> Iterator[Load | Store]:
-    """Every load and store inside."""
+    """Every load and store in a statement: loads first, then stores."""
     yield from loads(stmt)
     yield from stores(stmt)
 
 
 def stride(access: Load | Store, var: SymVar) -> int | None:
-    """By how many elements the access moves per step of var; None if that is no constant."""
-    found = coefficient(offset(access), var)
-    return None if found is None else as_int(found)
+    """The stride of an access along a loop variable, in elements per iteration; None if it is not a constant."""
+    step = coefficient(offset(access), var)
+    return None if step is None else as_int(step)
 
 
 def can_fuse(stmt: Stmt, outer: SymVar, inner: SymVar, extent: SymExpr) -> bool:
-    """Whether every access moves along (outer, inner) as along one loop of both: its stride along `outer` is `extent`
-    times that along `inner`. Then the fused index is linear again."""
+    """Whether all accesses of a nest stay linear when loops `outer` and `inner` are fused.
+
+    That holds if the stride along `outer` is the stride along `inner` times `extent`, the extent of the inner loop.
+    """
     if outer in extent.free_vars():
         return False
     analyzer = Analyzer()
@@ -54,7 +59,11 @@ def can_fuse(stmt: Stmt, outer: SymVar, inner: SymVar, extent: SymExpr) -> bool:
             return False
     for access in accesses(stmt):
         position = offset(access)
-        a, b = coefficient(position, outer), coefficient(position, inner)
-        if a is None or b is None or not analyzer.can_prove_equal(a, b * extent):
+        outer_stride, inner_stride = coefficient(position, outer), coefficient(position, inner)
+        if (
+            outer_stride is None
+            or inner_stride is None
+            or not analyzer.can_prove_equal(outer_stride, inner_stride * extent)
+        ):
             return False
     return True

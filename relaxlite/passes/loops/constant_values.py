@@ -1,4 +1,4 @@
-"""What the values of a loop nest are, where they read nothing but constants: in NumPy, a few rows at a time."""
+"""Evaluate at compile time the values of a loop nest that reads only constants, with NumPy and a few rows at a time."""
 
 from __future__ import annotations
 
@@ -14,31 +14,36 @@ from relaxlite.ir.program import Binary, Buffer, Cast, Compare, IndexValue, Lite
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 from relaxlite.records import dataclass
 
-PARTS = (Load, Literal, IndexValue, Select, Cast, Unary, Binary, Compare)  # of which such values may consist
-_ELEMENTS = 1 << 16  # computed at a time: they stay in the cache
+EVALUABLE_NODES = (Load, Literal, IndexValue, Select, Cast, Unary, Binary, Compare)  # the nodes that can be evaluated
+_ELEMENTS = 1 << 16  # of one block of rows: intermediates stay in cache
 Constants: TypeAlias = Mapping[Buffer, Array]
 
 
-def matrix_of(value: Value, row: SymVar, column: SymVar, shape: tuple[int, int], constants: Constants) -> Array:
-    """The value, of PARTS, in all rows and columns. Its loads have `column` as their last index or nowhere."""
+def evaluate_matrix(value: Value, row: SymVar, column: SymVar, shape: tuple[int, int], constants: Constants) -> Array:
+    """A value as an array of `shape` (rows, columns) of its dtype, evaluated for every row and column.
+
+    The value consists of nodes in `EVALUABLE_NODES`. Loads contain `column` as their last index or not at all.
+    """
     rows, columns = shape
-    found, most = np.empty(shape, dtypes.to_numpy(value.dtype)), max(1, _ELEMENTS // max(columns, 1))
+    result, block_rows = np.empty(shape, dtypes.to_numpy(value.dtype)), max(1, _ELEMENTS // max(columns, 1))
     with np.errstate(all="ignore"):
-        for start in range(0, rows, most):
-            some = range(start, min(start + most, rows))
-            found[some.start : some.stop] = _Rows(row, column, some, constants).value(value)
-    return found
+        for start in range(0, rows, block_rows):
+            block = range(start, min(start + block_rows, rows))
+            result[block.start : block.stop] = _RowEvaluator(row, column, block, constants).value(value)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _RowEvaluator:
+    """Evaluates values for a block of rows."""
+
     row: SymVar
     column: SymVar
-    some: range
+    block: range
     constants: Constants
 
     def value(self, value: Value) -> Array:
-        """In these rows (len(rows), n), or what broadcasts to that."""
+        """The value as an array that broadcasts to (rows of the block, columns)."""
         if isinstance(value, Load):
             return self._load(value)
         if isinstance(value, Literal):
@@ -57,11 +62,11 @@ class _Rows:
 
     def _load(self, load: Load) -> Array:
         array, is_row = self.constants[load.buffer], load.indices[-1:] == (self.column,)
-        places = tuple(self._index(index) for index in (load.indices[:-1] if is_row else load.indices))
-        if not places:
+        indices = tuple(self._index(index) for index in (load.indices[:-1] if is_row else load.indices))
+        if not indices:
             return array
-        found: Array = array[places]
-        return found if is_row else found[:, None]
+        elements: Array = array[indices]
+        return elements if is_row else elements[:, None]
 
     def _index(self, index: SymExpr) -> Array:
-        return np.array([evaluate(index, {self.row: k}) for k in self.some])
+        return np.array([evaluate(index, {self.row: k}) for k in self.block])

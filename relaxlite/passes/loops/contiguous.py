@@ -1,9 +1,9 @@
-"""Programs that copy contiguous memory, recognised from their loops: slices, gathers of one place, concatenations.
+"""Recognition of programs that copy contiguous ranges: slices, gathers at one index, concatenations.
 
     for i: for j: out[i, j] = x[i + n, j]          elements n*m to n*m + size of x, one after the other
 
-A nest copies a contiguous range where the place that it reads differs from the one that it writes by the same number of
-elements throughout. Dimensions of one element do not count. Checks must be known to hold.
+A nest copies a contiguous range if the flat offset of its load minus the flat offset of its store is the same in all
+iterations. Loops of one iteration do not count. Checks must be provable.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _Known = Mapping[SymVar, SymExpr]
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """`count` elements of `source` from `start` on, copied to the output from `to` on; all in elements."""
+class CopiedRange:
+    """A copy of `count` elements of `source` from offset `start` to offset `to` of the output; all in elements."""
 
     source: Buffer
     start: SymExpr
@@ -49,25 +49,31 @@ class Range:
     count: SymExpr
 
 
-Ranges: TypeAlias = tuple[Range, ...] | str | None
+CopiedRanges: TypeAlias = tuple[CopiedRange, ...] | str | None
 
 
-def copied_range(program: TensorProgram, ranges: Ranges) -> Range | str | None:
-    """The one range that the program copies to all of its output, which lies inside the source whatever the sizes; why
-    it is none; None for a program that does something else than to copy one. `ranges`: what it copies in all."""
+def copied_range(program: TensorProgram, ranges: CopiedRanges) -> CopiedRange | str | None:
+    """The single range that a program copies to its whole output, proven to lie inside of the source for all sizes.
+
+    `ranges`: result of `copied_ranges`. Returns a reason (str) if a copy cannot be proven, None if the program is not
+    the copy of one range.
+    """
     if ranges is None or isinstance(ranges, str):
         return ranges
-    (found, *others), (out,) = ranges, program.outputs
-    if others or found.count is not product(out.shape) or found.to is not sym(0):
+    (copied, *further), (out,) = ranges, program.outputs
+    if further or copied.count is not product(out.shape) or copied.to is not sym(0):
         return None
-    end = found.start + found.count
-    if not _ANALYZER.can_prove_le(0, found.start) or not _ANALYZER.can_prove_le(end, product(found.source.shape)):
-        return f"it is not proven that elements {found.start} to {end} lie inside of '{found.source.name}'"
-    return found
+    end = copied.start + copied.count
+    if not _ANALYZER.can_prove_le(0, copied.start) or not _ANALYZER.can_prove_le(end, product(copied.source.shape)):
+        return f"it is not proven that elements {copied.start} to {end} lie inside of '{copied.source.name}'"
+    return copied
 
 
-def joined_inputs(program: TensorProgram, ranges: Ranges) -> tuple[Buffer, ...] | None:
-    """The inputs, two or more and each once, that the output is: one after another, all of each. None: it is not."""
+def concatenated_inputs(program: TensorProgram, ranges: CopiedRanges) -> tuple[Buffer, ...] | None:
+    """The inputs whose concatenation is the output; None if the program is no concatenation.
+
+    The two or more inputs are distinct and copied completely, in the order of the result.
+    """
     if ranges is None or isinstance(ranges, str) or len({r.source for r in ranges}) != len(ranges) or len(ranges) < 2:
         return None
     end = sym(0)
@@ -78,22 +84,24 @@ def joined_inputs(program: TensorProgram, ranges: Ranges) -> tuple[Buffer, ...] 
     return tuple(part.source for part in ranges) if end is product(program.outputs[0].shape) else None
 
 
-def copied_ranges(program: TensorProgram) -> Ranges:
-    """The ranges that the stages of a program of one output copy, one each; why one does not; None if one does more
-    than to copy."""
+def copied_ranges(program: TensorProgram) -> CopiedRanges:
+    """The range that each stage of a program with one output copies.
+
+    Returns a reason (str) if a range cannot be proven, None if a stage does more than copy.
+    """
     if program.num_outputs != 1:
         return None
     stages = top_stages(program)
     checks = [stage for stage in stages if isinstance(stage, Check)]
-    found = [_range(stage, program) for stage in stages if not isinstance(stage, Check)]
-    if not found or None in found:
+    stage_ranges = [_range(stage, program) for stage in stages if not isinstance(stage, Check)]
+    if not stage_ranges or None in stage_ranges:
         return None
     problems = [f"it may fail: {check.message}" for check in checks if not _is_true(check.cond, {})]
-    problems += [item for item in found if isinstance(item, str)]
-    return problems[0] if problems else tuple(item for item in found if isinstance(item, Range))
+    problems += [result for result in stage_ranges if isinstance(result, str)]
+    return problems[0] if problems else tuple(result for result in stage_ranges if isinstance(result, CopiedRange))
 
 
-def _range(stage: Stmt, program: TensorProgram) -> Range | str | None:
+def _range(stage: Stmt, program: TensorProgram) -> CopiedRange | str | None:
     binders, store = _binders(stage)
     if store is None or not isinstance(store.value, Load) or store.value.buffer not in program.inputs:
         return None
@@ -103,8 +111,8 @@ def _range(stage: Stmt, program: TensorProgram) -> Range | str | None:
     variables: set[SymVar] = set()
     for binder in binders:
         if isinstance(binder, For):
-            _, most = _ANALYZER.interval(binder.extent)
-            if most is not None and most <= 1:
+            _, max_extent = _ANALYZER.interval(binder.extent)
+            if max_extent is not None and max_extent <= 1:
                 known[binder.var] = sym(0)
             else:
                 variables.add(binder.var)
@@ -123,26 +131,27 @@ def _range(stage: Stmt, program: TensorProgram) -> Range | str | None:
         return "what it reads is not contiguous"
     at_zero = {var: sym(0) for var in variables}
     count = product(tuple(binder.extent for binder in binders if isinstance(binder, For)))
-    return Range(source, substitute(start, at_zero), substitute(to, at_zero), count)
+    return CopiedRange(source, substitute(start, at_zero), substitute(to, at_zero), count)
 
 
 def _binders(stage: Stmt) -> tuple[list[For | LetIndex | Check], Store | None]:
-    """What stands round the one store of a stage, from the outside; None in its place: the stage has another form."""
-    found: list[For | LetIndex | Check] = []
+    """The binders around the only store of a stage, outermost first, and the store; None for the store in stages of
+    another form."""
+    binders: list[For | LetIndex | Check] = []
     while not isinstance(stage, Store):
         if isinstance(stage, Binder):
-            found.append(stage)
+            binders.append(stage)
             stage = stage.body
         elif isinstance(stage, Seq) and all(isinstance(s, Check) for s in stage.stmts[:-1]):
-            found += [s for s in stage.stmts[:-1] if isinstance(s, Check)]
+            binders += [s for s in stage.stmts[:-1] if isinstance(s, Check)]
             stage = stage.stmts[-1]
         else:
-            return found, None
-    return found, stage
+            return binders, None
+    return binders, stage
 
 
 def _index(value: Value, known: _Known) -> SymExpr | None:
-    """The integer as an expression of the program's symbols; None where it is not known."""
+    """An integer value as an expression of the program's symbols; None if it depends on data."""
     if isinstance(value, Literal) and isinstance(value.value, int):
         return sym(int(value.value))
     if isinstance(value, IndexValue):
@@ -161,8 +170,8 @@ def _index(value: Value, known: _Known) -> SymExpr | None:
 
 def _is_true(cond: Value, known: _Known) -> bool:
     if isinstance(cond, Binary) and cond.op in ("and", "or"):
-        both = _is_true(cond.a, known), _is_true(cond.b, known)
-        return all(both) if cond.op == "and" else any(both)
+        operands = _is_true(cond.a, known), _is_true(cond.b, known)
+        return all(operands) if cond.op == "and" else any(operands)
     return _compare(cond, known, negated=False)
 
 
@@ -174,7 +183,7 @@ _NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
 
 def _compare(cond: Value, known: _Known, *, negated: bool) -> bool:
-    """Whether a comparison of integers surely holds, or surely does not."""
+    """Whether a comparison of integers provably holds, or with `negated` provably does not hold."""
     if not isinstance(cond, Compare) or cond.op not in _NEGATED:
         return False
     a, b = _index(cond.a, known), _index(cond.b, known)

@@ -1,20 +1,20 @@
-"""Which operands a tensor program may be computed in: results that can take over the memory of an input.
+"""In-place analysis: which outputs of a tensor program may alias the memory of an input.
 
-An output may take over an input where element e of the input is read for the last time before, or in the very store in
-which, element e of the output is written. That holds if, in the loops as they were before scheduling,
+An output may alias an input if the last read of element e of the input precedes the write of element e of the output,
+or is part of the stored value. That holds if, in the loops before scheduling,
 
-    one plain store writes the output, inside of loops whose variables are just its indices, or which run through the
-    output's elements in the order of memory: each element once;
-    every load of the input reads, at its place in these loops, the elements that are written there (equal offsets in
-    memory, equal sizes of elements), and comes before the store in the order of the text, or in its value.
+    exactly one store without `combine` writes the output, in loops whose variables are a permutation of its indices or
+    which visit the output in memory order, so that each element is written once;
+    every load of the input has, in the loops that it shares with the store, the offset of the store (equal element
+    sizes), and precedes the store in program order or is part of its value.
 
         for i, j:                                    for i:                 every stage reads the row
-            e[] = 0                                      top[] = -inf       that the last one writes
+            e[] = 0                                      top[] = -inf       that the last stage writes
             for k: e[] += a[i, k] * b[k, j]              for j: top[] max= x[i, j]
             out[i, j] = x[i, j] + e[]                    for j: out[i, j] = exp(x[i, j] - top[])
 
-Scheduling keeps the order of the accesses to one element. Where a rule does not, it says so: tiles of a transposition
-that overlap write elements twice (programs.py), rows may be staged in the output's own row (rows.py).
+Scheduling preserves the order of the accesses to one element. The exceptions revoke pairs: overlapping tiles of a
+transpose write elements twice (programs.py), and a local row may be stored in the row of the output (row_programs.py).
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ from relaxlite.ir.program_visitor import ProgramRewriter, loads, stmt_children, 
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, substitute
 from relaxlite.records import dataclass
 
-IN_PLACE = "in_place"  # attribute of a program: pairs (parameter that is read, parameter that may take over its memory)
-
 Pairs: TypeAlias = "tuple[tuple[int, int], ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """A load or store, the statement that makes it, and the way there: statements from the outermost on, each with the
-    number of the child that the next one is."""
+    """A load or store, the statement that contains it, and the path to that statement: the enclosing statements,
+    outermost first, each with the position of the child on the path."""
 
     node: Load | Store
     stmt: Stmt
@@ -55,8 +53,11 @@ class _Access:
 
 
 def in_place_pairs(program: TensorProgram) -> tuple[Pairs, tuple[str, ...]]:
-    """The pairs of an unscheduled program, and for inputs of an output's size why they are not among them, as sentences
-    "out in x: ..."."""
+    """Find the inputs and outputs of an unscheduled program that may alias.
+
+    Returns the (input, output) positions, and for other inputs of the size of an output the reasons against it, as
+    sentences "out in x: ...".
+    """
     accesses = list(_accesses(program.body, ()))
     pairs: list[tuple[int, int]] = []
     reasons: list[str] = []
@@ -67,7 +68,7 @@ def in_place_pairs(program: TensorProgram) -> tuple[Pairs, tuple[str, ...]]:
         for position, x in enumerate(program.inputs):
             if not _same_size(x, out):
                 continue
-            reason = written if isinstance(written, str) else _too_late(x, written, accesses)
+            reason = written if isinstance(written, str) else _hazard(x, written, accesses)
             if reason is None:
                 pairs.append((position, number))
             else:
@@ -75,9 +76,10 @@ def in_place_pairs(program: TensorProgram) -> tuple[Pairs, tuple[str, ...]]:
     return tuple(pairs), tuple(reasons)
 
 
-def with_late_stores(program: TensorProgram) -> TensorProgram:
-    """The program where of neighbouring stores into several outputs those that could take over an input come last, when
-    the others have read it:
+def sink_aliasable_stores(program: TensorProgram) -> TensorProgram:
+    """Reorder adjacent stores into several outputs, so that outputs that could alias an input are stored last.
+
+    The other stores have then read that input:
 
         out[i] = f(x[i]); half[i] = bfloat16(f(x[i]))    =>    half[i] = bfloat16(f(x[i])); out[i] = f(x[i])
     """
@@ -96,15 +98,15 @@ class _LateStores(ProgramRewriter):
         stmt = super().stmt(stmt)
         if not isinstance(stmt, Seq):
             return stmt
-        made: list[Stmt] = []
-        for is_free, group in groupby(stmt.stmts, self._is_free):
-            stores = list(group)
-            is_apart = is_free and len({s.buffer for s in stores if isinstance(s, Store)}) == len(stores)
-            made += sorted(stores, key=self._is_late) if is_apart else stores
-        return stmt if tuple(made) == stmt.stmts else Seq(tuple(made))
+        reordered: list[Stmt] = []
+        for is_free, run in groupby(stmt.stmts, self._is_free):
+            stores = list(run)
+            commutes = is_free and len({s.buffer for s in stores if isinstance(s, Store)}) == len(stores)
+            reordered += sorted(stores, key=self._is_late) if commutes else stores
+        return stmt if tuple(reordered) == stmt.stmts else Seq(tuple(reordered))
 
     def _is_free(self, stmt: Stmt) -> bool:
-        """Whether this is a store that may change places with others like it."""
+        """Whether a statement is a store that commutes with stores into other outputs."""
         if not isinstance(stmt, Store) or stmt.combine is not None or stmt.buffer not in self._outputs:
             return False
         return not any(load.buffer in self._outputs for load in loads(stmt))
@@ -114,7 +116,7 @@ class _LateStores(ProgramRewriter):
 
 
 def _same_size(a: Buffer, b: Buffer) -> bool:
-    """Whether the buffers have the same bytes, as far as their shapes show at once."""
+    """Whether two buffers have equal element sizes and identical element counts."""
     return dtypes.itemsize(a.dtype) == dtypes.itemsize(b.dtype) and product(a.shape) is product(b.shape)
 
 
@@ -130,11 +132,11 @@ def _accesses(stmt: Stmt, path: tuple[tuple[Stmt, int], ...]) -> Iterator[_Acces
 
 
 def _written_once(out: Buffer, accesses: list[_Access]) -> _Access | str:
-    """The one store that writes each element of the output once, or why there is none."""
-    found = [a for a in accesses if a.node.buffer is out]
-    if len(found) != 1 or not isinstance(found[0].node, Store) or found[0].node.combine is not None:
+    """The only store that writes the output, each element once; else the reason (str)."""
+    uses = [a for a in accesses if a.node.buffer is out]
+    if len(uses) != 1 or not isinstance(uses[0].node, Store) or uses[0].node.combine is not None:
         return "its elements are not written by one plain store"
-    store = found[0]
+    store = uses[0]
     variables, extents = [loop.var for loop in store.loops], [loop.extent for loop in store.loops]
     if any(isinstance(stmt, IfThenElse) for stmt, _ in store.path):
         return "its elements are written under a condition"
@@ -145,42 +147,44 @@ def _written_once(out: Buffer, accesses: list[_Access]) -> _Access | str:
     return "its elements are not written by the loops in turn, each once"
 
 
-def _too_late(x: Buffer, store: _Access, accesses: list[_Access]) -> str | None:
-    """Why the store may overwrite an element of x that is still to be read; None: it does not."""
+def _hazard(x: Buffer, store: _Access, accesses: list[_Access]) -> str | None:
+    """Why the store may overwrite an element of `x` before its last read; None: it cannot."""
     for load in (a for a in accesses if a.node.buffer is x):
-        if load.stmt is not store.stmt and not _comes_before(load, store):
+        if load.stmt is not store.stmt and not _precedes(load, store):
             return "it is read after elements of the result are written"
-        if not _reads_what_is_written(load, store):
+        if not _reads_stored_elements(load, store):
             return "other elements are read than the one that is written"
     return None
 
 
-def _comes_before(load: _Access, store: _Access) -> bool:
-    """Whether in each iteration of the loops round both, the load comes first in the text."""
+def _precedes(load: _Access, store: _Access) -> bool:
+    """Whether the load precedes the store in program order within every iteration of their common loops."""
     for (a, first), (b, second) in zip(load.path, store.path, strict=False):
         if a is not b:
             return False
         if first != second:
             return isinstance(a, Seq) and first < second
-    return len(load.path) < len(store.path) and store.path[len(load.path)][0] is load.stmt  # a statement round it
+    return len(load.path) < len(store.path) and store.path[len(load.path)][0] is load.stmt  # in an enclosing head
 
 
-def _reads_what_is_written(load: _Access, store: _Access) -> bool:
-    """Whether in one iteration of the loops round both, the load reads elements that the store writes in that one."""
+def _reads_stored_elements(load: _Access, store: _Access) -> bool:
+    """Whether, within one iteration of the common loops, the load reads the elements that the store writes in it."""
     common = {loop for loop in load.loops if loop in store.loops}
     inner, written = [loop for loop in load.loops if loop not in common], set(load.offset.free_vars())
-    own = [loop for loop in inner if loop.var in written]
-    others = [loop for loop in store.loops if loop not in common]
+    load_loops = [loop for loop in inner if loop.var in written]
+    store_loops = [loop for loop in store.loops if loop not in common]
     at: dict[SymVar, SymExpr] = {}
-    for mine, its in zip(own, others, strict=False):
-        if mine.extent is not its.extent:
+    for load_loop, store_loop in zip(load_loops, store_loops, strict=False):
+        if load_loop.extent is not store_loop.extent:
             return False
-        at[mine.var] = its.var
-    return len(own) <= len(others) and substitute(load.offset, at) is store.offset
+        at[load_loop.var] = store_loop.var
+    return len(load_loops) <= len(store_loops) and substitute(load.offset, at) is store.offset
 
 
-def keeps_order(body: Stmt, out: Buffer) -> bool:
-    """Whether the scheduled loops write each element of the output by plain stores that read nothing of it: it holds no
-    intermediate values that could overwrite an operand too early."""
-    found = [a.node for a in _accesses(body, ()) if a.node.buffer is out]
-    return all(isinstance(node, Store) and node.combine is None for node in found)
+def has_only_final_stores(body: Stmt, out: Buffer) -> bool:
+    """Whether scheduled loops access an output only by stores without `combine`.
+
+    The output then holds no intermediate values that could overwrite an aliased input too early.
+    """
+    nodes = [a.node for a in _accesses(body, ()) if a.node.buffer is out]
+    return all(isinstance(node, Store) and node.combine is None for node in nodes)

@@ -1,4 +1,4 @@
-"""Parallel loops that follow each other as one, so that threads are started once for all of them."""
+"""Horizontal fusion of consecutive parallel loops: one parallel region, so that threads are started once."""
 
 from __future__ import annotations
 
@@ -10,55 +10,57 @@ from relaxlite.ir.program import Binary, Buffer, Compare, For, IfThenElse, Index
 from relaxlite.ir.program_visitor import Substitute, loads, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.loops.access import accesses
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 
 
-def joined_loops(stmts: Sequence[Stmt]) -> list[Stmt]:
-    """Parallel loops that follow each other and touch nothing that another of them writes as one parallel loop over all
-    of their iterations, so that threads are started once. Where one of them has a variant that stores past the caches,
-    that condition is asked for all of them first, and the loops run one after another if it holds. Those that have two
-    variants each, for few rows and for more, are joined in both."""
-    made: list[Stmt] = []
+def join_parallel_loops(stmts: Sequence[Stmt]) -> list[Stmt]:
+    """Join consecutive independent parallel loops into one parallel loop over all their iterations.
+
+    Loops are independent if none accesses a buffer that another one writes. If a loop has a version with nontemporal
+    stores, its condition is evaluated before the joined loop, and the loops run one after another if it holds. Loops
+    with two versions by the same condition on the number of rows are joined in both versions.
+    """
+    joined: list[Stmt] = []
     group: list[Stmt] = []
     for stmt in stmts:
-        if group and not (_is_like(stmt, group[0]) and all(_independent(stmt, other) for other in group)):
-            made.append(_joined(group))
+        if group and not (_is_joinable(stmt, group[0]) and all(_independent(stmt, other) for other in group)):
+            joined.append(_join(group))
             group = []
         if _loop_of(stmt) is None and _variants(stmt) is None:
-            made.append(stmt)
+            joined.append(stmt)
         else:
             group.append(stmt)
-    return [*made, _joined(group)] if group else made
+    return [*joined, _join(group)] if group else joined
 
 
 def _loop_of(stmt: Stmt) -> For | None:
-    """The parallel loop that a stage is, or is in the usual case."""
+    """The parallel loop of a stage, or of its version without nontemporal stores; None: neither is one."""
     if isinstance(stmt, IfThenElse) and any(store.nontemporal for store in stores(stmt.then)):
         return None if stmt.other is None else _loop_of(stmt.other)
     return stmt if isinstance(stmt, For) and stmt.kind == "parallel" else None
 
 
 def _variants(stmt: Stmt) -> tuple[For, For] | None:
-    """The parallel loops of a stage that chooses between two by a number of rows."""
+    """The two parallel loops of a stage that selects between them by a number of rows; None: another stage."""
     if not isinstance(stmt, IfThenElse) or _loop_of(stmt) is not None:
         return None
-    found = [s for s in (stmt.then, stmt.other) if isinstance(s, For) and s.kind == "parallel"]
-    return (found[0], found[1]) if len(found) == 2 and _compared(stmt.cond) is not None else None
+    branches = [s for s in (stmt.then, stmt.other) if isinstance(s, For) and s.kind == "parallel"]
+    return (branches[0], branches[1]) if len(branches) == 2 and _comparison(stmt.cond) is not None else None
 
 
-def _compared(cond: Value) -> tuple[str, SymExpr, SymExpr] | None:
-    """The comparison of two indices that a condition is."""
+def _comparison(cond: Value) -> tuple[str, SymExpr, SymExpr] | None:
+    """The operator and operands of a comparison of two index expressions; None: another condition."""
     if not isinstance(cond, Compare) or not isinstance(cond.a, IndexValue) or not isinstance(cond.b, IndexValue):
         return None
     return cond.op, cond.a.index, cond.b.index
 
 
-def _is_like(a: Stmt, b: Stmt) -> bool:
-    """Whether both are loops, or both choose between two by the same condition."""
+def _is_joinable(a: Stmt, b: Stmt) -> bool:
+    """Whether two stages can be joined: both are loops, or both select between two loops by the same condition."""
     if _variants(a) is None or _variants(b) is None:
         return _loop_of(a) is not None and _loop_of(b) is not None
     assert isinstance(a, IfThenElse) and isinstance(b, IfThenElse)
-    return _compared(a.cond) == _compared(b.cond)
+    return _comparison(a.cond) == _comparison(b.cond)
 
 
 def _independent(a: Stmt, b: Stmt) -> bool:
@@ -67,35 +69,37 @@ def _independent(a: Stmt, b: Stmt) -> bool:
     return not (written[0] & touched[1] or written[1] & touched[0])
 
 
-def _joined(stmts: Sequence[Stmt]) -> Stmt:
-    """Independent stages as one loop."""
+def _join(stmts: Sequence[Stmt]) -> Stmt:
+    """One stage with a single parallel loop over the iterations of independent stages."""
     if len(stmts) == 1:
         return stmts[0]
-    variants = [both for s in stmts if (both := _variants(s)) is not None]
+    variants = [pair for s in stmts if (pair := _variants(s)) is not None]
     if variants:
-        few, more = (_joined(branch) for branch in zip(*variants, strict=True))
+        small, large = (_join(branch) for branch in zip(*variants, strict=True))
         assert isinstance(stmts[0], IfThenElse)
-        return replace(stmts[0], then=few, other=more)
-    found = [loop for s in stmts if (loop := _loop_of(s)) is not None]
+        return replace(stmts[0], then=small, other=large)
+    loops = [loop for s in stmts if (loop := _loop_of(s)) is not None]
     point = SymVar("part")
-    joined = For(point, sum((loop.extent for loop in found), sym(0)), _pick(found, point), "parallel")
+    joined = For(point, sum((loop.extent for loop in loops), sym(0)), _dispatch(loops, point), "parallel")
     conds = [s.cond for s in stmts if isinstance(s, IfThenElse)]
     if not conds:
         return joined
     return IfThenElse(reduce(partial(Binary, "or"), conds), seq(*stmts), Substitute(fresh=True).stmt(joined))
 
 
-def _pick(found: Sequence[For], number: SymExpr) -> Stmt:
-    """Iteration `number` of all of these loops."""
-    loop, *others = found
+def _dispatch(loops: Sequence[For], number: SymExpr) -> Stmt:
+    """Dispatch iteration `number` of a joined loop to the loop that it belongs to."""
+    loop, *rest = loops
     body = LetIndex(loop.var, IndexValue(number), loop.body)
-    if not others:
+    if not rest:
         return body
-    return IfThenElse(less(number, loop.extent), body, _pick(others, number - loop.extent))
+    return IfThenElse(less(number, loop.extent), body, _dispatch(rest, number - loop.extent))
 
 
-def reads_only_where_written(stages: Sequence[Stmt], x: Buffer, out: Buffer) -> bool:
-    """Whether no stage reads x but those that write `out`. Stages whose loops are joined run side by side, whatever
-    their order in the text, so only then may `out` take over the memory of x."""
+def read_only_by_writers(stages: Sequence[Stmt], x: Buffer, out: Buffer) -> bool:
+    """Whether only stages that write `out` read `x`.
+
+    This is the condition for `out` to alias `x` in joined loops, which run concurrently whatever their program order.
+    """
     reading = [s for s in stages if any(load.buffer is x for load in loads(s))]
     return all(any(store.buffer is out for store in stores(s)) for s in reading)

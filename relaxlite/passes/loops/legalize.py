@@ -1,4 +1,4 @@
-"""Turn calls of ops into calls of tensor programs (value form). Equal programs are shared."""
+"""Legalization: replace calls of ops by calls of tensor programs in value form, shared if structurally equal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from relaxlite.errors import PassError
+from relaxlite.ir.attributes import READS_APART
 from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.expr import NO_ATTRS, Attrs, Call, Constant, Expr, GlobalVar, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
@@ -17,27 +18,29 @@ from relaxlite.ir.text import attrs_key
 from relaxlite.ir.types import ShapeType, TensorType, TupleType
 from relaxlite.ir.visitor import Rewriter
 
-READS_APART = "reads_apart"  # attribute of programs of such ops
-RUNTIME_OPS = ("reshape", "tensor_to_shape")  # lowered to views and builtins later, not to loops
+RUNTIME_OPS = ("reshape", "tensor_to_shape")  # lowered to views and runtime builtins in later passes, not to loops
 
 
 class ProgramTable:
-    """Programs by content: adding one that is there already gives the name it has.
+    """Hash-consing of tensor programs: `add` returns the existing name for a structurally equal program.
 
-    Equal hashes (128 bits of SHA-256) are taken for equal programs.
+    Equal structural hashes (128 bits of SHA-256) count as equal programs.
     """
 
     def __init__(self, definitions: dict[str, Definition]) -> None:
         self._definitions = definitions
-        self._given = dict(definitions)
+        self._initial = dict(definitions)
 
     @cached_property
     def _by_hash(self) -> dict[str, tuple[str, TensorProgram]]:
-        """Many tables are never added to, so nothing is hashed before."""
-        given = [(name, found) for name, found in self._given.items() if isinstance(found, TensorProgram)]
-        return {structural_hash(program): (name, program) for name, program in reversed(given)}
+        """Name and program by structural hash, computed at the first `add`, which many tables never see."""
+        programs = [
+            (name, definition) for name, definition in self._initial.items() if isinstance(definition, TensorProgram)
+        ]
+        return {structural_hash(program): (name, program) for name, program in reversed(programs)}
 
     def add(self, hint: str, program: TensorProgram) -> GlobalVar:
+        """Define a program under the name `hint`, with a number if that is taken, unless an equal one is defined."""
         digest = structural_hash(program)
         same = self._by_hash.get(digest)
         if same is not None and self._definitions.get(same[0]) is same[1]:
@@ -52,6 +55,10 @@ class ProgramTable:
 
 
 def legalize(module: IRModule) -> IRModule:
+    """Replace each call of an op by a call of the tensor program that computes it.
+
+    Ops that are lowered to views or runtime builtins stay. Raises PassError for an op without a lowering.
+    """
     definitions: dict[str, Definition] = dict(module)
     table = ProgramTable(definitions)
     for name, function in module.functions().items():
@@ -60,10 +67,12 @@ def legalize(module: IRModule) -> IRModule:
 
 
 class _Legalize(Rewriter):
+    """Lowers calls, once per distinct signature."""
+
     def __init__(self, table: ProgramTable) -> None:
         super().__init__()
         self._table = table
-        self._known: dict[tuple[object, ...], tuple[GlobalVar, tuple[SymVar, ...]]] = {}  # by what lowering depends on
+        self._known: dict[tuple[object, ...], tuple[GlobalVar, tuple[SymVar, ...]]] = {}  # by the inputs of lowering
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
@@ -82,7 +91,7 @@ class _Legalize(Rewriter):
 
 
 def _with_known_shapes(call: Call) -> Call:
-    """The call with each variable that is a shape of known values (a MatchShape bound them) replaced by these."""
+    """The call with variables of known shape values (bound by a MatchShape) replaced by these values."""
     args = tuple(
         ShapeValue(a.ty.values) if isinstance(a, Var) and isinstance(a.ty, ShapeType) and a.ty.values is not None else a
         for a in call.args
@@ -91,28 +100,30 @@ def _with_known_shapes(call: Call) -> Call:
 
 
 def _signature(call: Call) -> list[object]:
-    """What a call's program depends on of each operand: its type, the values of shapes and constants of one element,
-    and which operands are one."""
-    places: dict[Expr, int] = {}
+    """The part of the operands that determines a call's program: types, values of shapes and of one-element constants,
+    and which operands are identical."""
+    positions: dict[Expr, int] = {}
     signature: list[object] = []
     for k, arg in enumerate(call.args):
         if isinstance(arg, ShapeValue):
             signature.append(arg.values)
         else:
             number = arg.value.tobytes() if isinstance(arg, Constant) and arg.value.size == 1 else None
-            signature.append((places.setdefault(arg, k), arg.ty, number))
+            signature.append((positions.setdefault(arg, k), arg.ty, number))
     return signature
 
 
 def _tensors(call: Call) -> tuple[Expr, ...]:
-    """The operands of a call that its program has parameters for."""
+    """The distinct operands of a call that become parameters of its program: no shapes and no one-element constants."""
     args = dict.fromkeys(arg for arg in call.args if not isinstance(arg, ShapeValue))
     return tuple(arg for arg in args if not (isinstance(arg, Constant) and arg.value.size == 1))
 
 
 def lower_call(call: Call) -> tuple[TensorProgram, tuple[Expr, ...]]:
-    """The program that computes a call of an op, and the operands that remain: constants of one element become
-    literals, a tensor passed twice one parameter, shapes symbolic arguments."""
+    """Lower a call of an op to (tensor program, operands to pass to it).
+
+    One-element constants become literals, repeated tensors one parameter, shapes symbolic arguments.
+    """
     op = call.callee
     assert isinstance(op, Op)
     by_arg: dict[Expr, Buffer] = {}
@@ -133,10 +144,10 @@ def lower_call(call: Call) -> tuple[TensorProgram, tuple[Expr, ...]]:
     body = op.lower(*operands, out=outs if isinstance(call.ty, TupleType) else outs[0], **call.attrs)
     if literals:
         body = _InlineLiterals(literals).stmt(body)
-    kept = _tensors(call)
-    params = (*(by_arg[arg] for arg in kept), *outs)
+    tensors = _tensors(call)
+    params = (*(by_arg[arg] for arg in tensors), *outs)
     attrs = Attrs({READS_APART: True}) if op.reads_apart else NO_ATTRS
-    return TensorProgram(params, program_symbols(params, body), body, len(outs), attrs), kept
+    return TensorProgram(params, program_symbols(params, body), body, len(outs), attrs), tensors
 
 
 def _name(op: Op, k: int) -> str:

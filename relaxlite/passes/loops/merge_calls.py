@@ -1,4 +1,4 @@
-"""For passes that make one call of several: where calls stand in a block, and their programs over common buffers."""
+"""Support for passes that merge calls: call sites in a block, and their programs over shared buffers."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ ChangeBlock: TypeAlias = Callable[[Block, Mapping[Var, int], ProgramTable], Sequ
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Site:
+class CallSite:
     """A call of a tensor program, and the variable that it is bound to."""
 
     var: Var
     call: Call
     program: TensorProgram
-    position: int  # in its block
+    position: int  # index of the binding in its block
 
 
-def sites_of(bindings: Sequence[Binding], module: IRModule) -> list[Site]:
-    """The calls of programs whose results are tensors and which do no more than fill these."""
-    found = []
+def call_sites(bindings: Sequence[Binding], module: IRModule) -> list[CallSite]:
+    """The calls of tensor programs without attributes whose result is one tensor, in the order of the block."""
+    sites = []
     for position, binding in enumerate(bindings):
         call = binding.value if isinstance(binding, Let) else None
         if not isinstance(call, Call) or not isinstance(call.callee, GlobalVar):
             continue
         program = module.get(call.callee.name)
         if isinstance(program, TensorProgram) and not program.attrs and isinstance(call.ty, TensorType):
-            found.append(Site(binding.var, call, program, position))
-    return found
+            sites.append(CallSite(binding.var, call, program, position))
+    return sites
 
 
-class Places:
-    """Where the values of a part of a block are defined and used."""
+class DefUsePositions:
+    """Definitions and uses of variables in a range of a block, by position."""
 
     def __init__(self, bindings: Iterable[tuple[int, Binding]]) -> None:
         self._defined: dict[Var | SymVar, int] = {}
@@ -59,54 +59,57 @@ class Places:
                 for symbol in type_symbols(binding.var.ty):
                     self._defined.setdefault(symbol, position)
 
-    def defined(self, site: Site) -> int:
-        """The position from which on all that a call needs is there; -1: it was there before this part."""
-        needed: tuple[Var | SymVar, ...] = (*used_vars(site.call), *expr_symbols(site.call))
-        return max((self._defined.get(x, -1) for x in needed), default=-1)
+    def defined(self, site: CallSite) -> int:
+        """The last position that defines an operand or symbol of a call; -1: all are defined before the range."""
+        operands: tuple[Var | SymVar, ...] = (*used_vars(site.call), *expr_symbols(site.call))
+        return max((self._defined.get(x, -1) for x in operands), default=-1)
 
     def is_used(self, var: Var) -> bool:
+        """Whether a binding of the range uses the variable."""
         return var in self._used
 
 
-class Instances:
-    """Programs of several calls over the same buffers: an expression that two of them take is one buffer."""
+class ProgramInstances:
+    """Instantiates programs of several calls over shared buffers: one buffer for each distinct argument or result."""
 
     def __init__(self) -> None:
         self.buffers: dict[Expr, Buffer] = {}
 
     def buffer(self, expr: Expr) -> Buffer:
+        """The buffer of an argument or result, created at the first request."""
         if expr not in self.buffers:
             name = expr.name if isinstance(expr, Var) else f"c{len(self.buffers)}"
             assert isinstance(expr.ty, TensorType) and expr.ty.shape is not None
             self.buffers[expr] = Buffer(name, expr.ty.shape, expr.ty.dtype)
         return self.buffers[expr]
 
-    def stages(self, site: Site) -> tuple[Stmt, ...]:
-        """The stages of the call's program, with the caller's symbols."""
+    def stages(self, site: CallSite) -> tuple[Stmt, ...]:
+        """The stages of a call's program over the shared buffers, with the caller's symbols."""
         symbols = dict(zip(site.program.symbols, site.call.sym_args, strict=True))
-        taken = (*(self.buffer(a) for a in site.call.args), self.buffer(site.var))
-        actual = dict(zip(site.program.params, taken, strict=True))
+        buffers = (*(self.buffer(a) for a in site.call.args), self.buffer(site.var))
+        actual = dict(zip(site.program.params, buffers, strict=True))
         return top_stages(replace(site.program, body=Substitute(symbols, actual, fresh=True).stmt(site.program.body)))
 
     def call(self, hint: str, body: Stmt, inputs: Sequence[Expr], outputs: Sequence[Var], table: ProgramTable) -> Call:
-        """A call of one program with this body."""
+        """A call of a new program with the given body, added to `table` under the name `hint`."""
         params = tuple(self.buffer(x) for x in (*inputs, *outputs))
         program = TensorProgram(params, program_symbols(params, body), body, len(outputs))
         ty: Type = outputs[0].ty if len(outputs) == 1 else TupleType(tuple(v.ty for v in outputs))
         return Call(table.add(hint, program), tuple(inputs), sym_args=program.symbols, ty=ty)
 
 
-def stem(site: Site) -> str:
-    """The name of a call's program without its number."""
+def stem(site: CallSite) -> str:
+    """The name of a call's program without its numeric suffix."""
     name = site.call.callee.name
     head, _, last = name.rpartition("_")
     return head if head and last.isdigit() else name
 
 
 def map_blocks(module: IRModule, change: ChangeBlock, names: Collection[str] | None = None) -> IRModule:
-    """Change the bindings of each block, those of nested bodies too, of all functions or of those of these names.
-    `change` is given the block, how often the body uses each variable, and the table for new programs; it gives the
-    bindings in place of the block's."""
+    """Replace the bindings of every block, nested bodies included, in all functions or those in `names`.
+
+    `change` maps (block, number of uses of each variable in the body, table for new programs) to the new bindings.
+    """
     definitions: dict[str, Definition] = dict(module)
     table = ProgramTable(definitions)
     for name, function in module.functions().items():

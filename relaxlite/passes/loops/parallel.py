@@ -1,4 +1,4 @@
-"""Which loops may run in parallel or side by side, and making them so."""
+"""Parallelization of loops: independence tests, parallel loop kinds, and collapsing of nests."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, bound_symb
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, sym
 from relaxlite.passes.loops.access import accesses, stride
 
-ENOUGH_ITERATIONS = 64  # of a parallel loop, for any number of threads to share them evenly
+MIN_PARALLEL_ITERATIONS = 64  # of a parallel loop, for an even distribution over threads
 
 
 def mark_parallel(stmt: Stmt) -> Stmt:
-    """Every loop whose iterations write different elements, nested ones too, until one that does not."""
+    """Make loops with disjoint writes parallel, from the outermost inwards up to the first loop without."""
     if isinstance(stmt, Seq):
         return seq(*(mark_parallel(s) for s in stmt.stmts))
     if isinstance(stmt, LetIndex | Allocate) and not (isinstance(stmt, Allocate) and stmt.buffer.scope == "local"):
         return replace(stmt, body=mark_parallel(stmt.body))
-    if isinstance(stmt, For) and stmt.kind == "serial" and writes_apart(stmt):
+    if isinstance(stmt, For) and stmt.kind == "serial" and has_disjoint_writes(stmt):
         return replace(stmt, body=mark_parallel(stmt.body), kind="parallel")
     return stmt
 
 
 def outermost_parallel(stmt: Stmt) -> Stmt:
-    """One level of parallel loops: those inside another become serial."""
+    """Make parallel loops nested in other parallel loops serial."""
     if isinstance(stmt, For):
         body = _Serial().stmt(stmt.body) if stmt.kind == "parallel" else outermost_parallel(stmt.body)
         return replace(stmt, body=body)
@@ -39,24 +39,27 @@ def outermost_parallel(stmt: Stmt) -> Stmt:
     return stmt
 
 
-def share_two_loops(stmt: Stmt) -> Stmt:
-    """One parallel loop over both outer loops of a nest of three or more that are independent: the outermost alone may
-    have too few iterations for all threads, as a batch of one has."""
+def collapse_outer_loops(stmt: Stmt) -> Stmt:
+    """Collapse the two outer parallel loops of a nest of three or more loops.
+
+    This applies if the extent of the outermost loop is not known to reach `MIN_PARALLEL_ITERATIONS`: a batch of one
+    would occupy one thread.
+    """
     if not isinstance(stmt, For) or not isinstance(stmt.body, For) or not isinstance(stmt.body.body, For):
         return stmt
     outer, inner = stmt, stmt.body
-    few = (as_int(outer.extent) or 0) < ENOUGH_ITERATIONS
-    if not few or outer.kind != "parallel" or inner.kind != "parallel" or outer.var in inner.extent.free_vars():
+    has_few = (as_int(outer.extent) or 0) < MIN_PARALLEL_ITERATIONS
+    if not has_few or outer.kind != "parallel" or inner.kind != "parallel" or outer.var in inner.extent.free_vars():
         return stmt
-    both = SymVar(f"{outer.var.name}{inner.var.name}")
+    fused = SymVar(f"{outer.var.name}{inner.var.name}")
     body: Stmt = inner.body
-    for var, at in ((inner.var, both % inner.extent), (outer.var, both // inner.extent)):
+    for var, at in ((inner.var, fused % inner.extent), (outer.var, fused // inner.extent)):
         body = LetIndex(var, IndexValue(at), body)
-    return For(both, outer.extent * inner.extent, body, "parallel")
+    return For(fused, outer.extent * inner.extent, body, "parallel")
 
 
-def serial(stmt: Stmt) -> Stmt:
-    """Without parallel loops."""
+def make_serial(stmt: Stmt) -> Stmt:
+    """Make all parallel loops of a statement serial."""
     return _Serial().stmt(stmt)
 
 
@@ -66,8 +69,8 @@ class _Serial(ProgramRewriter):
         return replace(stmt, kind="serial") if isinstance(stmt, For) and stmt.kind == "parallel" else stmt
 
 
-def parallel_nest(loops: Sequence[For], body: Stmt) -> Stmt:
-    """One parallel loop over all iterations of `loops`, which are independent; without any, the body."""
+def collapse_parallel(loops: Sequence[For], body: Stmt) -> Stmt:
+    """Collapse independent loops (outermost first) into one parallel loop around a body; without loops, the body."""
     ones = {loop.var: 0 for loop in loops if as_int(loop.extent) == 1}
     loops = [loop for loop in loops if loop.var not in ones]
     body = Substitute(ones).stmt(body)
@@ -77,32 +80,35 @@ def parallel_nest(loops: Sequence[For], body: Stmt) -> Stmt:
     at: dict[SymVar, SymExpr] = {}
     rest = sym(point)
     for loop in reversed(loops[1:]):
-        width = loop.extent if as_int(loop.extent) != 0 else sym(1)  # a loop of no iterations divides by nothing
+        width = loop.extent if as_int(loop.extent) != 0 else sym(1)  # an empty loop must not divide by 0
         at[loop.var], rest = rest % width, rest // width
     at[loops[0].var] = rest
     return For(point, product(loop.extent for loop in loops), Substitute(at, fresh=True).stmt(body), "parallel")
 
 
-def writes_apart(loop: For) -> bool:
-    """Whether different iterations write different elements and read none that another writes: in all accesses to a
-    written buffer that outlives the iteration the loop variable stands alone in the same dimension, at one scale."""
+def has_disjoint_writes(loop: For) -> bool:
+    """Whether iterations write disjoint elements and read no element that another iteration writes.
+
+    Sufficient condition: in all accesses to a written buffer that outlives the iteration, some dimension is indexed by
+    the loop variable with the same coefficient and base.
+    """
     own = {s.buffer for s in walk_stmts(loop.body) if isinstance(s, Allocate)}
     written = {s.buffer for s in stores(loop.body)} - own
     inner = bound_symbols(loop.body)
     for buffer in written:
-        places = [
+        owned = [
             {(k, part) for k, index in enumerate(a.indices) if (part := _owned(index, loop.var, inner)) is not None}
             for a in accesses(loop.body)
             if a.buffer is buffer
         ]
-        if not set.intersection(*places):
+        if not set.intersection(*owned):
             return False
     return True
 
 
 def _owned(index: SymExpr, var: SymVar, inner: set[SymVar]) -> tuple[int, SymExpr] | None:
-    """(c, base) if the index is base + var*c + (0 .. c-1), with a base that is the same in all iterations, so that it
-    tells the value of var; else None. `inner`: the variables that are bound inside the loop."""
+    """(c, base) if the index is base + var*c + (0 .. c-1) with a loop-invariant base, so that the index determines
+    `var`; else None. `inner`: variables bound inside of the loop."""
     coef, rest = 0, sym(0)
     for monomial, c in index.terms:
         term = sym(c)
@@ -122,8 +128,8 @@ def _owned(index: SymExpr, var: SymVar, inner: set[SymVar]) -> tuple[int, SymExp
     return (coef, index - var * coef - rest) if fits else None
 
 
-def combines_into_one(loop: For) -> bool:
-    """Whether the body combines into an element that the loop does not move."""
+def is_scalar_reduction(loop: For) -> bool:
+    """Whether the body of a loop is one combining store into a loop-invariant element that it does not load."""
     store = loop.body
     if not isinstance(store, Store) or store.combine is None:
         return False
@@ -132,24 +138,33 @@ def combines_into_one(loop: For) -> bool:
 
 
 def is_independent(loop: For) -> bool:
-    """Whether an innermost loop's iterations can run side by side: every store moves along the loop, and what is loaded
-    from a stored buffer is the element that the same iteration stores."""
+    """Whether the iterations of an innermost loop are independent, so that it can be vectorized.
+
+    Sufficient condition: every store moves along the loop, and loads of a stored buffer read the element that the same
+    iteration stores.
+    """
     if any(isinstance(s, LetIndex | Check | Allocate) for s in walk_stmts(loop.body)):
         return False
     written: dict[Buffer, list[tuple[SymExpr, ...]]] = {}
     for store in stores(loop.body):
         if not any(index is loop.var or stride(store, loop.var) not in (0, None) for index in store.indices):
             return False
-        others = written.setdefault(store.buffer, [])
-        if any(other != store.indices and not _lies_apart(store, other, loop) for other in others):
+        indices_of_buffer = written.setdefault(store.buffer, [])
+        if any(other != store.indices and not _is_disjoint(store, other, loop) for other in indices_of_buffer):
             return False
-        others.append(store.indices)
+        indices_of_buffer.append(store.indices)
     return all(load.indices in written.get(load.buffer, (load.indices,)) for load in loads(loop.body))
 
 
-def _lies_apart(store: Store, other: tuple[SymExpr, ...], loop: For) -> bool:
-    """Whether the elements that a loop stores to are others than those at indices `other`, in any of its iterations:
-    both move along neighbours, from starts that are further apart than the loop is long."""
+def _is_disjoint(store: Store, other: tuple[SymExpr, ...], loop: For) -> bool:
+    """Whether a store and an access at indices `other` touch disjoint elements in all iterations: both have stride 1,
+    and their starts differ by at least the extent of the loop."""
     distance, length = as_int(store.indices[-1] - other[-1]), as_int(loop.extent)
     is_apart = distance is not None and length is not None and abs(distance) >= length
     return is_apart and store.indices[:-1] == other[:-1] and stride(store, loop.var) == 1
+
+
+def is_contiguous(loop: For) -> bool:
+    """Whether vectorizing a loop pays: some access to global memory has stride 1 along it, or all have stride 0."""
+    strides = [stride(a, loop.var) for a in accesses(loop.body) if a.buffer.scope == "global"]
+    return any(s == 1 for s in strides) or all(s == 0 for s in strides)

@@ -1,13 +1,13 @@
-"""What kind of computation a tensor program is, read off its loops.
+"""Classification of tensor programs by their loops: elementwise, injective, reduction and other patterns.
 
 ELEMENTWISE   every load has the indices of the store
 BROADCAST     loads use a subset of the store's loop variables, in order (a scalar: none of them)
-INJECTIVE     one nest, each output element from other indices (transpose, slice, gather)
-PARTS         several such nests, each writing its own range of one dimension, one range after another (concat)
+INJECTIVE     one nest that stores each output element once, with loads at arbitrary indices (transpose, slice, gather)
+CONCAT         several such nests that write consecutive ranges of one dimension (concat)
 REDUCTION     an output element combines many input elements, each used for few outputs (sum, max, mean)
-ROW           several stages over one row of the output after another (softmax, layer norm; rows.py)
+ROW           several stages over each row of the output (softmax, layer norm; row_program.py)
 OUT_FUSIBLE   a reduction whose operands are shared by many outputs (matmul, convolution)
-OPAQUE        anything else: several stages, data-dependent stores, scans
+OPAQUE        all other programs: several stages, data-dependent stores, scans
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import loads, walk_stmts, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.passes.loops.row_program import rows_of
+from relaxlite.passes.loops.row_program import match_row_program
 from relaxlite.records import dataclass
 
 
 class LoopPattern(IntEnum):
+    """The pattern of a tensor program, ordered from the easiest to fuse to the hardest."""
+
     ELEMENTWISE = 0
     BROADCAST = 1
     INJECTIVE = 2
-    PARTS = 3
+    CONCAT = 3
     REDUCTION = 4
     ROW = 5
     OUT_FUSIBLE = 6
@@ -51,21 +53,24 @@ class LoopPattern(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Nest:
-    """A perfect nest of loops round a body that is no loop."""
+    """A perfect nest of loops (outermost first) around a body that is not a loop."""
 
     loops: tuple[For, ...]
     body: Stmt
 
     @property
     def vars(self) -> tuple[SymVar, ...]:
+        """The loop variables, outermost first."""
         return tuple(loop.var for loop in self.loops)
 
     @property
     def shape(self) -> tuple[SymExpr, ...]:
+        """The extents of the loops, outermost first."""
         return tuple(loop.extent for loop in self.loops)
 
     @property
     def stmt(self) -> Stmt:
+        """The nest as one statement."""
         stmt = self.body
         for loop in reversed(self.loops):
             stmt = replace(loop, body=stmt)
@@ -73,34 +78,40 @@ class Nest:
 
 
 def perfect_nest(stmt: Stmt) -> Nest:
-    """The loops that stand directly inside each other, from `stmt` inwards."""
-    found: list[For] = []
+    """The maximal perfect nest that starts at a statement; without loops if the statement is not a loop."""
+    loops: list[For] = []
     while isinstance(stmt, For):
-        found.append(stmt)
+        loops.append(stmt)
         stmt = stmt.body
-    return Nest(tuple(found), stmt)
+    return Nest(tuple(loops), stmt)
 
 
 def calls_library(stage: Stmt) -> TypeGuard[IfThenElse]:
-    """Whether this is a call of a library under conditions, one of which is that it is there, with loops beside it."""
+    """Whether a stage is a conditional library call with loops as fallback.
+
+    The condition includes the presence of the library.
+    """
     if not isinstance(stage, IfThenElse):
         return False
     return any(isinstance(value, LibraryFound) for value in walk_values(stage.cond))
 
 
 def top_stages(program: TensorProgram) -> tuple[Stmt, ...]:
+    """The statements at the top level of a program, in order."""
     return program.body.stmts if isinstance(program.body, Seq) else (program.body,)
 
 
 def injective_store(nest: Nest) -> Store | None:
-    """The one plain Store of a nest that writes each element once, at its loop variables in order; else None."""
+    """The only store of a nest, if it does not combine and its indices are the loop variables in order; else None."""
     store = plain_store(nest)
     return store if store is not None and store.indices == nest.vars else None
 
 
 def plain_store(nest: Nest) -> Store | None:
-    """The one Store of a nest, which does not combine and whose buffer the nest does not read, under nothing but
-    indices from data and checks; else None."""
+    """The only store of a nest, if it does not combine and the nest does not load its buffer; else None.
+
+    Only `LetIndex` and checks may stand between the loops and the store.
+    """
     body = nest.body
     while isinstance(body, LetIndex | Seq):
         if isinstance(body, LetIndex):
@@ -115,8 +126,8 @@ def plain_store(nest: Nest) -> Store | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A nest that writes a range of one dimension of a buffer: at its loop variables, `offset` further along `axis`."""
+class ConcatPart:
+    """A nest that writes one range of a concatenation: at its loop variables, shifted by `offset` along `axis`."""
 
     nest: Nest
     store: Store
@@ -124,11 +135,11 @@ class Part:
     offset: SymExpr
 
 
-def parts_of(stages: Sequence[Stmt]) -> tuple[Part, ...] | None:
-    """The stages as nests that write the ranges of one buffer one after another, all of it; None: they do not."""
+def concat_parts(stages: Sequence[Stmt]) -> tuple[ConcatPart, ...] | None:
+    """The stages as the parts of a concatenation that covers one buffer, in order; else None."""
     nests = [perfect_nest(stage) for stage in stages]
-    found = [plain_store(nest) for nest in nests]
-    stored = [store for store in found if store is not None and store.buffer is getattr(found[0], "buffer", None)]
+    stores = [plain_store(nest) for nest in nests]
+    stored = [store for store in stores if store is not None and store.buffer is getattr(stores[0], "buffer", None)]
     if len(stored) < len(stages) or len(stages) < 2:
         return None
     buffer, rank = stored[0].buffer, len(stored[0].indices)
@@ -138,37 +149,42 @@ def parts_of(stages: Sequence[Stmt]) -> tuple[Part, ...] | None:
     moved = {k for indices, own in at for k in range(rank) if indices[k] is not own[k]}
     if len(moved) != 1:
         return None
-    (axis,), parts, end = moved, list[Part](), sym(0)
+    (axis,), parts, end = moved, list[ConcatPart](), sym(0)
     for nest, store in zip(nests, stored, strict=True):
         offset = store.indices[axis] - nest.vars[axis]
         if offset is not end or set(offset.free_vars()) & set(nest.vars):
             return None
-        parts.append(Part(nest, store, axis, offset))
+        parts.append(ConcatPart(nest, store, axis, offset))
         end = offset + nest.loops[axis].extent
     return tuple(parts) if end is buffer.shape[axis] else None
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """for spatial: { element[]; element = init; for reduced: element combine= value; final }
+    """A reduction nest: for spatial: { element[]; element = init; for reduced: element combine= value; final }.
 
-    `final` holds no loop; before fusion it is one Store of a function of the element, at the spatial loop variables.
+    `final`, the epilogue, has no loop; before fusion it is one store of a function of the element at the spatial loop
+    variables.
     """
 
     spatial: tuple[For, ...]
     element: Buffer
     init: Store
-    inner: Stmt  # the reduced loops round `update`
+    inner: Stmt  # the reduced loops around `update`
     update: Store
     final: Stmt
 
     @property
     def block(self) -> Allocate:
+        """The allocation of the element around init, reduced loops and epilogue."""
         return Allocate(self.element, seq(self.init, self.inner, self.final))
 
 
 def reduction_of(stage: Stmt) -> Reduction | None:
-    """The stage as a reduction, or None. A nest that combines straight into its output is brought into this form."""
+    """Match a stage as a reduction; else None.
+
+    A nest that combines directly into its output is normalized to this form.
+    """
     nest = perfect_nest(stage)
     body = nest.body
     if isinstance(body, Seq):
@@ -212,17 +228,17 @@ def _with_element(nest: Nest, body: Seq) -> Allocate | None:
 
 
 def analyze(program: TensorProgram) -> LoopPattern:
-    """The pattern of a program of one output."""
+    """Classify a tensor program; programs with several outputs are OPAQUE."""
     stages = tuple(s for s in top_stages(program) if not isinstance(s, Check))
     if program.num_outputs != 1:
         return LoopPattern.OPAQUE
     if len(stages) != 1:
-        return LoopPattern.OPAQUE if parts_of(stages) is None else LoopPattern.PARTS
+        return LoopPattern.OPAQUE if concat_parts(stages) is None else LoopPattern.CONCAT
     stage = stages[0]
     store = injective_store(perfect_nest(stage))
     if store is not None:
         return _pattern_of_store(store, stage)
-    reduction, rows = reduction_of(stage), rows_of(stage)
+    reduction, rows = reduction_of(stage), match_row_program(stage)
     if rows is not None and rows.result.indices == tuple(loop.var for loop in (*rows.spatial, rows.final)):
         return LoopPattern.ROW
     if reduction is None or not _is_plain(reduction.final, reduction):
@@ -244,13 +260,14 @@ def _pattern_of_store(store: Store, stage: Stmt) -> LoopPattern:
 
 
 def _is_subsequence(part: tuple[SymExpr, ...], whole: tuple[SymExpr, ...]) -> bool:
-    """Constant indices are dimensions of one, which broadcasting skips."""
+    """Whether `part` is a subsequence of `whole`. Constant indices count as broadcast dimensions of size 1."""
     rest = iter(whole)
     return all(index.is_const or index in rest for index in part)
 
 
 def _is_plain(final: Stmt, reduction: Reduction) -> bool:
-    """Whether the result is stored once, at the spatial loop variables."""
+    """Whether the epilogue is one store without `combine` at the spatial loop variables, into a buffer that the
+    reduction does not read."""
     return (
         isinstance(final, Store)
         and final.combine is None
@@ -260,11 +277,14 @@ def _is_plain(final: Stmt, reduction: Reduction) -> bool:
 
 
 def _shares_operands(reduction: Reduction) -> bool:
-    """Two or more inputs, each used for several outputs: some load leaves out a spatial loop."""
+    """Whether a reduction has two or more operands with reuse across outputs: some load is invariant in a spatial
+    loop."""
     reduced = {loop.var for loop in perfect_nest(reduction.inner).loops}
-    found = [load for load in loads(reduction.update) if _mentions(load, reduced)]
+    operands = [load for load in loads(reduction.update) if _mentions(load, reduced)]
     spatial = {loop.var for loop in reduction.spatial}
-    return len(found) > 1 and any(spatial - {v for index in load.indices for v in index.free_vars()} for load in found)
+    return len(operands) > 1 and any(
+        spatial - {v for index in load.indices for v in index.free_vars()} for load in operands
+    )
 
 
 def _mentions(load: Load, variables: set[SymVar]) -> bool:

@@ -1,6 +1,6 @@
-"""Loop versioning: a fast nest for the usual case of broadcasting that cannot be decided before run time.
+"""Loop versioning: a version without clamped indices for broadcasting that is only known at run time.
 
-An operand whose size d may equal a loop's extent n, or be 1, is read at min(i, d - 1). Where n <= d that is i:
+An operand whose size d equals the extent n of a loop or 1 is loaded at min(i, d - 1), which is i if n <= d:
 
     for i in n: out[i] = x[min(i, d - 1)]   =>   if n <= d: for i in n: out[i] = x[i]
                                                  else:      for i in n: out[i] = x[min(i, d - 1)]
@@ -14,22 +14,24 @@ from relaxlite.ir.program import For, Load, Stmt, Store
 from relaxlite.ir.program_visitor import ProgramRewriter, bound_symbols, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import Min, SymExpr, SymVar, map_atoms, operands, smin
 
-Bounds = dict[tuple[SymVar, SymExpr], SymExpr]
+ClampExtents = dict[tuple[SymVar, SymExpr], SymExpr]
 
 
-def clamped_loops(stmt: Stmt) -> Bounds:
-    """(loop variable, greatest index) -> the loop's extent, for every index min(variable, greatest) where both are
-    known outside of the statement."""
+def clamped_indices(stmt: Stmt) -> ClampExtents:
+    """Map the clamped indices min(variable, limit) of a statement, as (variable, limit), to the extents of their loops.
+
+    Limits and extents that depend on variables bound inside of the statement are left out.
+    """
     inner = bound_symbols(stmt)
     extents = {s.var: s.extent for s in walk_stmts(stmt) if isinstance(s, For) and _is_outer(s.extent, inner)}
-    found: Bounds = {}
+    clamps: ClampExtents = {}
     accesses: list[Load | Store] = [*loads(stmt), *stores(stmt)]
     for access in accesses:
         for index in access.indices:
             for var, limit in _clamps(index):
                 if var in extents and _is_outer(limit, inner):
-                    found[var, limit] = extents[var]
-    return found
+                    clamps[var, limit] = extents[var]
+    return clamps
 
 
 def _is_outer(expr: SymExpr, inner: set[SymVar]) -> bool:
@@ -42,15 +44,15 @@ def _clamps(index: SymExpr) -> list[tuple[SymVar, SymExpr]]:
 
 
 def _splits(atom: Min) -> list[tuple[SymVar, SymExpr]]:
-    """min(v, a, b) as (v, min(a, b)), for each operand that is a variable."""
+    """min(v, a, b) as (v, min(a, b)), for every operand v that is a variable."""
     parts = operands(atom)
     return [(v, reduce(smin, [p for p in parts if p is not v])) for v in parts if isinstance(v, SymVar)]
 
 
 class Unclamp(ProgramRewriter):
-    """Replaces min(variable, greatest) by the variable."""
+    """Replaces clamped indices min(variable, limit) by the variable."""
 
-    def __init__(self, clamps: Bounds) -> None:
+    def __init__(self, clamps: ClampExtents) -> None:
         super().__init__()
         self._clamps = clamps
 

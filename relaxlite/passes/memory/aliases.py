@@ -108,8 +108,8 @@ class Aliases:
 
     def other_branches(self, var: Var) -> list[tuple[int, int]]:
         """The steps, first and last, of the branches behind the one that binds the variable that run in its place."""
-        found = (self._arm_steps[branch, 1] for branch, arm in reversed(self._arms[var]) if arm == 0)
-        return [(first, last) for first, last in found if first <= last]
+        result = (self._arm_steps[branch, 1] for branch, arm in reversed(self._arms[var]) if arm == 0)
+        return [(first, last) for first, last in result if first <= last]
 
 
 def find_aliases(function: Function, module: IRModule) -> Aliases:
@@ -196,34 +196,34 @@ class _FindPlaces:
         return isinstance(callee, TensorProgram | ExternFunction)
 
     def _given(self, call: Call) -> Roots:
-        found = [r for arg in operands(call) for r in _flat(_places_of(arg, self.known))]
+        result = [r for arg in operands(call) for r in _flat(_places_of(arg, self.known))]
         if self._follows and isinstance(call.callee, GlobalVar):
-            found += self._constants_of(call.callee.name)
-        return tuple(dict.fromkeys(found))
+            result += self._constants_of(call.callee.name)
+        return tuple(dict.fromkeys(result))
 
     def _constants_of(self, name: str) -> Roots:
         """Constants that a function may give back, or those that it calls."""
-        found: dict[Root, None] = {}
+        constants: dict[Root, None] = {}
         for called in reachable(self._module, [name]):
             callee = self._module[called]
             if isinstance(callee, Function):
                 if called not in self._constants:
                     roots = _flat(_FindPlaces(self._module, self._constants, follows=False).function(callee))
                     self._constants[called] = tuple(root for root in roots if isinstance(root, Constant))
-                found.update(dict.fromkeys(self._constants[called]))
-        return tuple(found)
+                constants.update(dict.fromkeys(self._constants[called]))
+        return tuple(constants)
 
     def _loop(self, loop: Loop) -> _Places:
         """Parameters may be what the loop starts with or what an iteration yields; so may the results."""
-        found: tuple[_Places, ...] = tuple(_places_of(init, self.known) for init in loop.inits)
+        places: tuple[_Places, ...] = tuple(_places_of(init, self.known) for init in loop.inits)
         while True:
-            self.known.update(zip(loop.params, found, strict=True))
+            self.known.update(zip(loop.params, places, strict=True))
             yielded = self.body(loop.body)
             assert isinstance(yielded, _Fields)
-            joined = tuple(map(_join, found, yielded.fields[1:]))
-            if joined == found:
-                return _Fields(found)
-            found = joined
+            joined = tuple(map(_join, places, yielded.fields[1:]))
+            if joined == places:
+                return _Fields(places)
+            places = joined
 
 
 # Lives
@@ -237,12 +237,12 @@ class _FindLives:
         self._arms: tuple[tuple[Var, int], ...] = ()
 
     def function(self, function: Function) -> None:
-        found = self._aliases
+        aliases = self._aliases
         for param in function.params:
             self._bind(param, -1)
         self._body(function.body)
-        found.end = len(found.steps)
-        self._use(function.body.result, found.end)
+        aliases.end = len(aliases.steps)
+        self._use(function.body.result, aliases.end)
 
     def _bind(self, var: Var, step: int) -> None:
         self._aliases._first[var], self._aliases._arms[var] = step, self._arms
@@ -280,18 +280,18 @@ class _FindLives:
         self._arms = outer
 
     def _loop(self, loop: Loop, step: int) -> None:
-        found = self._aliases
+        aliases = self._aliases
         self._loops.append({})
         for param in loop.params:
             self._bind(param, step)
         self._body(loop.body)
-        end = len(found.steps)
+        end = len(aliases.steps)
         for part in (*_leaves(loop.body.result), *loop.inits):
             self._use(part, end)
         for root in self._loops.pop():
-            found._last[root] = end
-        carried = (root for part in _leaves(loop.body.result) for root in found.roots(part))
-        found._carried.update((root, None) for root in carried if self._depth.get(root, 0) > len(self._loops))
+            aliases._last[root] = end
+        carried = (root for part in _leaves(loop.body.result) for root in aliases.roots(part))
+        aliases._carried.update((root, None) for root in carried if self._depth.get(root, 0) > len(self._loops))
 
 
 def _leaves(value: Expr) -> Iterator[Expr]:

@@ -55,8 +55,8 @@ def search_layers(problem: Problem) -> tuple[list[int], float]:
         return search(problem)
     few = Problem(_without(layers, problem.tenants), problem.samples[layers.kept])
     order = layers.expanded(search(few)[0])
-    found = order, float(problem.ratios(order).max(initial=1.0))
-    return found if found[1] <= GOOD_RATIO else min(found, search(problem), key=lambda one: one[1])
+    result = order, float(problem.ratios(order).max(initial=1.0))
+    return result if result[1] <= GOOD_RATIO else min(result, search(problem), key=lambda one: one[1])
 
 
 def _find_layers(tenants: Sequence[Tenant]) -> _Layers | None:
@@ -74,9 +74,9 @@ def _find_layers(tenants: Sequence[Tenant]) -> _Layers | None:
         edges = np.concatenate(([-1], differ, [len(sequence) - period]))
         longest = int(np.diff(edges).argmax())
         length = int(edges[longest + 1] - edges[longest]) - 1 + period
-        found = _Layers(ranked, int(edges[longest]) + 1, period, length // period)
-        if found.left_out and (best is None or len(found.left_out) > len(best.left_out)):
-            best = found
+        result = _Layers(ranked, int(edges[longest]) + 1, period, length // period)
+        if result.left_out and (best is None or len(result.left_out) > len(best.left_out)):
+            best = result
     return best
 
 
@@ -92,10 +92,10 @@ def _without(layers: _Layers, tenants: Sequence[Tenant]) -> list[Tenant]:
 
     def spans(tenant: Tenant) -> tuple[Span, ...]:
         """In order also where a later one moves and the one before it does not."""
-        made: list[Span] = []
+        result: list[Span] = []
         for first, last in tenant.spans:
-            start = max(moved(first), made[-1][1]) if made else moved(first)
-            made.append((start, max(start, moved(last))))
-        return tuple(made)
+            start = max(moved(first), result[-1][1]) if result else moved(first)
+            result.append((start, max(start, moved(last))))
+        return tuple(result)
 
     return [Tenant(tenants[k].size, spans(tenants[k])) for k in layers.kept]

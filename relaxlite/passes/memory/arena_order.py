@@ -76,21 +76,21 @@ class Problem:
             below = [j for j in self.neighbours[k] if done[j]]
             ends[k] = ends[below].max(axis=0) + self.samples[k] if below else self.samples[k]
             done[k] = 1
-        found: np.ndarray = ends.max(axis=0)[self.judged] / self.bounds
-        return found
+        result: np.ndarray = ends.max(axis=0)[self.judged] / self.bounds
+        return result
 
 
 def _neighbours(tenants: Sequence[Tenant]) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in tenants]
+    result: list[list[int]] = [[] for _ in tenants]
     alive: list[int] = []
     for k in sorted(range(len(tenants)), key=lambda k: tenants[k].first):
         alive = [j for j in alive if tenants[j].last >= tenants[k].first]
         for j in alive:
             if tenants[j].meets(tenants[k]):
-                found[j].append(k)
-                found[k].append(j)
+                result[j].append(k)
+                result[k].append(j)
         alive.append(k)
-    return found
+    return result
 
 
 def _lower_bounds(tenants: Sequence[Tenant], samples: np.ndarray) -> np.ndarray:
@@ -100,8 +100,8 @@ def _lower_bounds(tenants: Sequence[Tenant], samples: np.ndarray) -> np.ndarray:
         for first, last in tenant.spans:
             changes[first] += sizes
             changes[last + 1] -= sizes
-    found: np.ndarray = changes.cumsum(axis=0).max(axis=0)
-    return found
+    result: np.ndarray = changes.cumsum(axis=0).max(axis=0)
+    return result
 
 
 def _best_gap(taken: list[tuple[float, float]], size: float) -> float:
@@ -119,10 +119,10 @@ def _best_gap(taken: list[tuple[float, float]], size: float) -> float:
 
 def valuations(variables: tuple[SymVar, ...]) -> list[dict[SymVar, int]]:
     """Representative values within the bounds: all of one scale, one against the others, and all upper bounds."""
-    made: dict[tuple[int, ...], None] = {}
+    result: dict[tuple[int, ...], None] = {}
 
     def add(wanted: Callable[[SymVar], int]) -> None:
-        made[tuple(nearest(v, wanted(v)) for v in variables)] = None
+        result[tuple(nearest(v, wanted(v)) for v in variables)] = None
 
     for scale in _SCALES:
         add(lambda _, scale=scale: scale)  # type: ignore[misc]
@@ -133,7 +133,7 @@ def valuations(variables: tuple[SymVar, ...]) -> list[dict[SymVar, int]]:
             add(lambda v, a=small, b=large, odd=odd: a if v is odd else b)  # type: ignore[misc]
     for odd in variables:
         add(lambda v, odd=odd: 0 if v is odd else _CONTRASTS[-1][1])  # type: ignore[misc]
-    return [dict(zip(variables, values, strict=True)) for values in list(made)[:_MAX_VALUATIONS]]
+    return [dict(zip(variables, values, strict=True)) for values in list(result)[:_MAX_VALUATIONS]]
 
 
 def nearest(var: SymVar, value: int) -> int:
@@ -171,11 +171,11 @@ def search(problem: Problem) -> tuple[list[int], float]:
     most = max(2, _START_BUDGET // (_KINDS * len(problem.tenants)))
     for at in range(min(most, problem.samples.shape[1])):
         for kind, priority in enumerate(priorities(problem, at)):
-            made = _try(problem, priority, at)
-            if kind not in starts or made.score < starts[kind].score:
-                starts[kind] = made
-            if made.score[0] <= GOOD_RATIO:
-                return made.order, made.score[0]
+            result = _try(problem, priority, at)
+            if kind not in starts or result.score < starts[kind].score:
+                starts[kind] = result
+            if result.score[0] <= GOOD_RATIO:
+                return result.order, result.score[0]
     ranked = sorted(starts.values(), key=lambda candidate: candidate.score)[:_NUM_STARTS]
     steps = min(_MAX_STEPS, _BUDGET // (len(problem.tenants) * len(ranked)))
     best = ranked[0]
@@ -213,9 +213,9 @@ def _climb(problem: Problem, start: _Candidate, steps: int) -> _Candidate:
             priority[chosen], priority[other] = priority[other], priority[chosen]
         if rng.random() < 0.2:
             at = rng.randrange(problem.samples.shape[1])
-        made = _try(problem, priority, at)
-        if made.score <= best.score:
-            best, path = made, _critical_path(problem, made)
+        result = _try(problem, priority, at)
+        if result.score <= best.score:
+            best, path = result, _critical_path(problem, result)
         if best.score[0] <= GOOD_RATIO:
             break
     return best

@@ -21,19 +21,17 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from relaxlite.errors import PassError
+from relaxlite.ir.attributes import DONATED, READS_APART, WRITES_INPUTS
 from relaxlite.ir.expr import Attrs, Call, Expr, Function, GlobalVar, Let, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import Buffer, Check, Load, Stmt, TensorProgram, compute, seq
-from relaxlite.ir.program_verifier import INPLACE
 from relaxlite.ir.program_visitor import Substitute, loads, program_symbols, stores
 from relaxlite.ir.types import UNIT, TensorType, TupleType
 from relaxlite.ir.visitor import Rewriter
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.legalize import READS_APART, ProgramTable
+from relaxlite.passes.loops.legalize import ProgramTable
 from relaxlite.passes.loops.pattern import injective_store, perfect_nest, top_stages
 from relaxlite.passes.memory.aliases import Aliases, find_aliases
-
-DONATED = "donated"  # attribute of a function: the numbers of the parameters whose memory it takes over
 
 
 def donated_params(function: Function) -> tuple[Var, ...]:
@@ -86,7 +84,7 @@ def _in_place(program: TensorProgram, update: Update) -> TensorProgram:
     kept = Substitute(buffers={source: out}).stmt(seq(*stages[:copy], *stages[copy + 1 :]))
     others = tuple(b for b in program.outputs if b is not out)
     params = (*(b for b in program.inputs if b is not source), out, *others)
-    attrs = Attrs({**program.attrs, INPLACE: True})
+    attrs = Attrs({**program.attrs, WRITES_INPUTS: True})
     return replace(program, params=params, body=kept, num_outputs=len(others), attrs=attrs)
 
 
@@ -187,7 +185,7 @@ class _Donate(Rewriter):
         body: Stmt = compute(out, lambda *i: source[i])
         params = (source, out)
         symbols = program_symbols(params, body)
-        program = TensorProgram(params, symbols, body, 0, Attrs({INPLACE: True}))
+        program = TensorProgram(params, symbols, body, 0, Attrs({WRITES_INPUTS: True}))
         self._context.decide(
             "donate", param.name, False, "its new contents are computed elsewhere and copied at the end"
         )

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import field, replace
 
 from relaxlite import dtypes
+from relaxlite.ir.attributes import CONCATENATES
 from relaxlite.ir.expr import (
     Binding,
     Block,
@@ -41,13 +42,12 @@ from relaxlite.ir.types import TensorType, defined_symbols
 from relaxlite.ir.visitor import inner_bodies
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.memory.aliases import find_aliases
-from relaxlite.passes.memory.make_views import JOINS
 from relaxlite.records import dataclass
 
 
 def join_parts(module: IRModule, context: PassContext) -> IRModule:
     """Operands of contiguous concatenations are computed inside of the result."""
-    if not any(program.attrs.get(JOINS) for program in module.programs().values()):
+    if not any(program.attrs.get(CONCATENATES) for program in module.programs().values()):
         return module
     definitions: dict[str, Definition] = dict(module)
     for name, function in module.functions().items():
@@ -98,7 +98,7 @@ class _JoinParts:
 
     def _call(self, at: Var, call: Call, name: str, scope: _Scope) -> None:
         program = self._module[name]
-        joins = program.attrs.get(JOINS) if isinstance(program, TensorProgram) else None
+        joins = program.attrs.get(CONCATENATES) if isinstance(program, TensorProgram) else None
         if not isinstance(program, TensorProgram) or not joins or len(call.args) != len(program.params):
             return
         assert isinstance(joins, tuple)

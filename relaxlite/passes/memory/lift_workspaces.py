@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.attributes import WORKSPACES
 from relaxlite.ir.expr import Attrs, Call, Expr, GlobalVar, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import get_op
@@ -29,8 +30,7 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.context import PassContext
 from relaxlite.records import dataclass
 
-WORKSPACES = "workspaces"  # attribute of a program: how many of its outputs, the last ones, are scratch memory
-MOST_STACK_BYTES = 4 * 1024  # of a workspace that goes to the stack
+MAX_STACK_BYTES = 4 * 1024  # of a workspace that goes to the stack
 LARGEST_LOCAL = 64 * 1024  # bytes of a local buffer that code generation still puts on the stack
 
 _ANALYZER = Analyzer()
@@ -41,10 +41,10 @@ def lift_workspaces(module: IRModule, context: PassContext) -> IRModule:
     definitions: dict[str, Definition] = dict(module)
     lifted: dict[str, tuple[Buffer, ...]] = {}
     for name, program in module.programs().items():
-        found = _workspaces(name, program, context)
-        if found.lifted or found.on_stack:
-            definitions[name] = _with_parameters(program, found)
-            lifted[name] = found.lifted
+        result = _workspaces(name, program, context)
+        if result.lifted or result.on_stack:
+            definitions[name] = _with_parameters(program, result)
+            lifted[name] = result.lifted
     if not lifted:
         return module
     return map_functions(module.updated(definitions), lambda f: _PassWorkspaces(module, lifted).function(f))
@@ -67,7 +67,7 @@ def _workspaces(name: str, program: TensorProgram, context: PassContext) -> _Fou
         if buffer in kept or buffer in lifted or (buffer.scope == "local" and (size or 0) <= LARGEST_LOCAL):
             continue
         has_known_shape = None not in map(as_int, buffer.shape)  # which (n, 0) has not, for all its size is 0
-        if has_known_shape and (size or 0) <= MOST_STACK_BYTES and not _has_parallel(allocation.body):
+        if has_known_shape and (size or 0) <= MAX_STACK_BYTES and not _has_parallel(allocation.body):
             on_stack[buffer] = None
             continue
         reason = _obstacle(buffer, path, program)
@@ -148,8 +148,8 @@ class _PassWorkspaces(Rewriter):
         if not buffers or not isinstance(program, TensorProgram):
             return None
         at = dict(zip(program.symbols, value.sym_args, strict=True))
-        made = [self._allocate(buffer, tuple(substitute(d, at) for d in buffer.shape)) for buffer in buffers]
-        return replace(value, args=(*value.args, *made))
+        result = [self._allocate(buffer, tuple(substitute(d, at) for d in buffer.shape)) for buffer in buffers]
+        return replace(value, args=(*value.args, *result))
 
     def _allocate(self, buffer: Buffer, shape: tuple[SymExpr, ...]) -> Var:
         allocation = get_op("memory.alloc_tensor")(ShapeValue(shape), dtype=buffer.dtype)

@@ -15,6 +15,7 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 
 
 def lower_dps(module: IRModule) -> IRModule:
+    """Allocate the outputs of every call explicitly, and pass them to it."""
     return map_functions(module, lambda f: _LowerDps(module).function(f))
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from relaxlite.errors import PassError
+from relaxlite.ir.attributes import CHECKED, SCHEDULED
 from relaxlite.ir.expr import (
     Attrs,
     Binding,
@@ -43,6 +44,7 @@ Source = tuple[Expr, Type, str]  # a value, its type, and what to call it in an 
 
 
 def lower_shapes(module: IRModule) -> IRModule:
+    """Replace symbolic shapes by slots of a heap that is filled at run time."""
     definitions: dict[str, Definition] = dict(module)
     for name, function in module.functions().items():
         definitions[name] = _LowerFunction(name, module, definitions).lower(function)
@@ -140,15 +142,15 @@ class _LowerFunction:
             buffer = Buffer("heap", (sym(self._count),), "int64")
             used = dict.fromkeys(v for _, expr in targets for v in expr.free_vars())
             local = {v: SymVar(v.name, lower=v.lower, upper=v.upper, divisor=v.divisor) for v in used}
-            made = {self._slots[v]: v for v in used if any(slot == self._slots[v] for slot, _ in targets)}
+            result = {self._slots[v]: v for v in used if any(slot == self._slots[v] for slot, _ in targets)}
             body: Stmt = seq()
             for slot, expr in reversed(targets):
-                if slot in made:  # a name that later expressions mention
-                    body = LetIndex(local[made[slot]], Load(buffer, (sym(slot),)), body)
+                if slot in result:  # a name that later expressions mention
+                    body = LetIndex(local[result[slot]], Load(buffer, (sym(slot),)), body)
                 body = seq(Store(buffer, (sym(slot),), IndexValue(substitute(expr, local))), body)
-            for var in reversed([v for v in used if self._slots[v] not in made]):
+            for var in reversed([v for v in used if self._slots[v] not in result]):
                 body = LetIndex(local[var], Load(buffer, (sym(self._slots[var]),)), body)
-            self._definitions[name] = TensorProgram((buffer,), (), body, 1, Attrs({"checked": True, "scheduled": True}))
+            self._definitions[name] = TensorProgram((buffer,), (), body, 1, Attrs({CHECKED: True, SCHEDULED: True}))
 
 
 def dims_of(ty: Type) -> tuple[SymExpr, ...]:
@@ -237,7 +239,7 @@ class _Scope:
             if is_definition:
                 bindings += self._define(list(group))  # type: ignore[arg-type]
             else:
-                bindings += [made for binding in group for made in self._binding(binding)]
+                bindings += [result for binding in group for result in self._binding(binding)]
         return Body((Block(tuple(bindings), False),), body.result)
 
     def _binding(self, binding: Binding) -> list[Binding]:
@@ -259,15 +261,15 @@ class _Scope:
 
     def _define(self, definitions: list[MatchShape]) -> list[Binding]:
         """Symbols that name expressions: one after the other computed into their slots, then what depends on them."""
-        made = []
+        result = []
         for binding in definitions:
             assert isinstance(binding.source, ShapeValue)
             for symbol, expr in zip(binding.shape, binding.source.values, strict=True):
                 if not isinstance(symbol, SymVar) or symbol in self._bound:
                     raise PassError(f"MatchShape of the shape {binding.source.values}: {symbol} is no new symbol")
-                made.append((self._owner.slot(symbol), expr))
+                result.append((self._owner.slot(symbol), expr))
                 self._bound.add(symbol)
-        call = self._owner.shape_call(made)
+        call = self._owner.shape_call(result)
         return [call, *self._compute()]
 
     def _inner(self) -> _Scope:
@@ -286,10 +288,10 @@ class _Scope:
         make = _LOWERED.get(name)
         if make is None:
             return call
-        made: dict[str, Any] = {k: v for k, v in call.attrs.items() if k == "dtype"}
+        result: dict[str, Any] = {k: v for k, v in call.attrs.items() if k == "dtype"}
         for attr, values in zip(make[1], shapes, strict=True):
-            made[attr] = values if attr == "dims" else values[0]
-        return replace(get_op(make[0])(*tensors, heap, **made), ty=call.ty, loc=call.loc)
+            result[attr] = values if attr == "dims" else values[0]
+        return replace(get_op(make[0])(*tensors, heap, **result), ty=call.ty, loc=call.loc)
 
 
 # op -> (vm op, the attributes that its shape operands become)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.attributes import CONCATENATES
 from relaxlite.ir.expr import Attrs, Body, Call, Expr, Function, GlobalVar, ShapeValue, Tuple, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import get_op
@@ -21,12 +22,17 @@ from relaxlite.ir.symbolic import product, substitute
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, bodies
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.contiguous import Range, Ranges, copied_range, copied_ranges, joined_inputs
+from relaxlite.passes.loops.contiguous import (
+    CopiedRange,
+    CopiedRanges,
+    concatenated_inputs,
+    copied_range,
+    copied_ranges,
+)
 from relaxlite.passes.memory.aliases import Aliases, Root, find_aliases
 
-JOINS = "joins"  # attribute of a program: the inputs that its output is, one after another
 SHORT_LIFE = 2  # steps that a view may keep its tensor alive whatever that costs
-MOST_KEPT = 4  # times the size of a view that it may keep alive for longer
+MAX_KEPT = 4  # times the size of a view that it may keep alive for longer
 _ANALYZER = Analyzer()
 
 
@@ -42,17 +48,17 @@ def make_views(module: IRModule, context: PassContext) -> IRModule:
     return module.updated(definitions)
 
 
-def _with_joins(program: TensorProgram, copied: Ranges) -> TensorProgram:
-    inputs = joined_inputs(program, copied)
+def _with_joins(program: TensorProgram, copied: CopiedRanges) -> TensorProgram:
+    inputs = concatenated_inputs(program, copied)
     if inputs is None:
         return program
     places = tuple(program.inputs.index(x) for x in inputs)
-    return replace(program, attrs=Attrs({**program.attrs, JOINS: places}))
+    return replace(program, attrs=Attrs({**program.attrs, CONCATENATES: places}))
 
 
 class _MakeViews(Rewriter):
     def __init__(
-        self, module: IRModule, context: PassContext, ranges: dict[str, Range | str | None], function: Function
+        self, module: IRModule, context: PassContext, ranges: dict[str, CopiedRange | str | None], function: Function
     ) -> None:
         super().__init__()
         self._module, self._context, self._ranges = module, context, ranges
@@ -62,13 +68,13 @@ class _MakeViews(Rewriter):
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
             return None
-        program, found = self._module[value.callee.name], self._ranges.get(value.callee.name)
-        if not isinstance(program, TensorProgram) or found is None or len(value.args) != len(program.inputs):
+        program, result = self._module[value.callee.name], self._ranges.get(value.callee.name)
+        if not isinstance(program, TensorProgram) or result is None or len(value.args) != len(program.inputs):
             return None
-        if isinstance(found, str):
-            self._context.decide("make_views", f"{var.name} of {value.callee.name}", False, found)
+        if isinstance(result, str):
+            self._context.decide("make_views", f"{var.name} of {value.callee.name}", False, result)
             return None
-        x = value.args[program.inputs.index(found.source)]
+        x = value.args[program.inputs.index(result.source)]
         assert isinstance(var.ty, TensorType) and var.ty.shape is not None
         nbytes = product(var.ty.shape) * dtypes.itemsize(var.ty.dtype)
         reason = self._obstacle(var, x)
@@ -78,7 +84,7 @@ class _MakeViews(Rewriter):
         if reason is not None:
             return None
         at = dict(zip(program.symbols, value.sym_args, strict=True))
-        start = substitute(found.start, at) * dtypes.itemsize(var.ty.dtype)
+        start = substitute(result.start, at) * dtypes.itemsize(var.ty.dtype)
         return get_op("memory.part")(x, ShapeValue((start,)), ShapeValue(var.ty.shape), dtype=var.ty.dtype)
 
     def _obstacle(self, var: Var, x: Expr) -> str | None:
@@ -93,7 +99,7 @@ class _MakeViews(Rewriter):
         if not is_made_here or max(lasts, default=mine) >= mine or mine - self._aliases.step(var) <= SHORT_LIFE:
             return None
         size, kept = (product(ty.shape or ()) * dtypes.itemsize(ty.dtype) for ty in (var.ty, x.ty))
-        if _ANALYZER.can_prove_lt(size * MOST_KEPT, kept):
+        if _ANALYZER.can_prove_lt(size * MAX_KEPT, kept):
             return f"it would keep alive the {kept} bytes that it is a small part of"
         return None
 

@@ -105,14 +105,14 @@ class _Rooms:
 
 def _columns(rooms: Sequence[SymExpr], variables: tuple[SymVar, ...]) -> Iterator[list[int]]:
     """The rooms' values at each valuation where they have one; at least one column."""
-    found = False
+    result = False
     for values in valuations(variables):
         try:
             yield [evaluate(room, values) for room in rooms]
-            found = True
+            result = True
         except ZeroDivisionError:
             continue
-    if not found:
+    if not result:
         yield [1] * len(rooms)
 
 
@@ -138,8 +138,8 @@ class _Heights:
         self.end = self._join([ends[k] for k in _tops(order, near, rank)])
 
     def _raise(self, height: Height, rooms: _Rooms, k: int) -> Height:
-        made = height.rooms + rooms.of[k], height.short + rooms.short(k), height.samples + rooms.samples[k]
-        return Height(height.base, *made)
+        result = height.rooms + rooms.of[k], height.short + rooms.short(k), height.samples + rooms.samples[k]
+        return Height(height.base, *result)
 
     def _join(self, heights: Sequence[Height]) -> Height:
         """The largest of them."""

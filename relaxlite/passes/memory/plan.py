@@ -79,5 +79,5 @@ class MemoryPlan:
             named = {v.name: size for v, size in at.items()}
             with suppress(ZeroDivisionError):  # no sizes
                 examples.append({"sizes": named, "bytes": self.arena_bytes(at), "least": self.lower_bound(at)})
-        found = {"arena_bytes": str(self.arena), "at_most": self.most, "outside": len(self.outside)}
-        return {**found, "examples": examples}
+        result = {"arena_bytes": str(self.arena), "at_most": self.most, "outside": len(self.outside)}
+        return {**result, "examples": examples}

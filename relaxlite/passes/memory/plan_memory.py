@@ -130,7 +130,7 @@ class _PlanFunction:
         for group in found:
             group.spans, group.size = _spans(aliases, group), sizes.told_before(group.size)
             by_place.setdefault(sizes.place(group.size), []).append(group)
-        arenas = [made for at, groups in by_place.items() if (made := self._arena(at, groups)) is not None]
+        arenas = [result for at, groups in by_place.items() if (result := self._arena(at, groups)) is not None]
         for arena in arenas:
             self._keep(arena, _record(self._name, aliases, arena))
             if arena.behind is not None:
@@ -299,7 +299,7 @@ class _Rewrite:
 
     def _body(self, body: Body) -> Body:
         blocks = [
-            replace(block, bindings=tuple(made for binding in block.bindings for made in self._binding(binding)))
+            replace(block, bindings=tuple(result for binding in block.bindings for result in self._binding(binding)))
             for block in body.blocks
         ]
         return replace(body, blocks=tuple(blocks))
@@ -330,9 +330,9 @@ def _head(arena: _Arena) -> list[Binding]:
     for base in packing.bases:
         levels += [{} for _ in range(1 + base.level - len(levels))]
         levels[base.level][base.name] = base.expr
-    made: list[Binding] = []
+    bindings: list[Binding] = []
     for level in filter(None, levels):
         shape = tuple(level)
-        var = Var(f"places_{len(made)}", ShapeType(shape, len(shape)))
-        made.append(MatchShape(var, ShapeValue(tuple(level.values())), shape))
-    return [*made, Let(arena.var, get_op("memory.alloc_arena")(ShapeValue((packing.end.expr,))))]
+        var = Var(f"places_{len(bindings)}", ShapeType(shape, len(shape)))
+        bindings.append(MatchShape(var, ShapeValue(tuple(level.values())), shape))
+    return [*bindings, Let(arena.var, get_op("memory.alloc_arena")(ShapeValue((packing.end.expr,))))]

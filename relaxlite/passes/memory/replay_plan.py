@@ -49,7 +49,7 @@ from relaxlite.records import dataclass
 _MAX_SIZES, _MAX_PATHS = 8, 12
 _ITERATIONS = 3  # of every loop: what the first carries to the second, and that to the third
 _UNKNOWN_SIZE = 5  # of what only data tells
-_MOST_BYTES = (1 << 63) - 1  # that an address tells
+_MAX_BYTES = (1 << 63) - 1  # that an address tells
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +155,7 @@ class _Replay:
     def _own(self, name: str, size: int) -> _Piece:
         """A piece that is part of no other."""
         self._end += size
-        if self._end > _MOST_BYTES:
+        if self._end > _MAX_BYTES:
             raise _RefusedError
         return self._keep(_Piece(name, self._end - size, self._end))
 
@@ -320,11 +320,11 @@ class _Replay:
     def _match(self, binding: MatchShape, value: _Value) -> None:
         new = []
         for dim, size in zip(binding.shape, _sizes_of(binding.source.ty, len(binding.shape)), strict=True):
-            found, expected = self._known(size), self._known(dim)
+            result, expected = self._known(size), self._known(dim)
             if isinstance(dim, SymVar) and expected is None:
-                self._symbols[dim] = _UNKNOWN_SIZE if found is None else found
-                new += [dim] if found is None else []
-            elif None not in (found, expected) and found != expected:
+                self._symbols[dim] = _UNKNOWN_SIZE if result is None else result
+                new += [dim] if result is None else []
+            elif None not in (result, expected) and result != expected:
                 raise _RefusedError
         if new and isinstance(value, _Piece):
             self._fit(new, binding.var, value)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import field
 
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.attributes import IN_PLACE
 from relaxlite.ir.expr import Binding, Body, Call, Expr, GlobalVar, Let, ShapeValue, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op, get_op
@@ -21,7 +22,6 @@ from relaxlite.ir.symbolic import sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, inner_bodies, used_vars
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.in_place import IN_PLACE
 from relaxlite.passes.memory.aliases import Aliases, find_aliases
 from relaxlite.passes.memory.plan_memory import tensor_bytes
 from relaxlite.records import dataclass
@@ -33,9 +33,9 @@ def reuse_operands(module: IRModule, context: PassContext) -> IRModule:
     """Results take over the memory of operands that die."""
     definitions: dict[str, Definition] = dict(module)
     for name, function in module.functions().items():
-        found = _FindOperands(module, context, find_aliases(function, module))
-        found.body(function.body)
-        definitions[name] = _TakeOver(found.operand_of).function(function)
+        result = _FindOperands(module, context, find_aliases(function, module))
+        result.body(function.body)
+        definitions[name] = _TakeOver(result.operand_of).function(function)
     return module.updated(definitions)
 
 

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relaxlite.ir.intrinsics import WORD, WORDS
+from relaxlite.ir.intrinsics import DOT4_BYTES, PACKED_BYTES
 from relaxlite.ir.ops.block_codes import four_bytes
 from relaxlite.ir.ops.scalars import Scalar
 from relaxlite.ir.program import Binary, Cast, Intrinsic, Literal, Load, Value
 from relaxlite.ir.program_visitor import value_children, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
-from relaxlite.passes.products.prologue import Instead, symbols_of
+from relaxlite.passes.products.prologue import Replacement, symbols_of
 from relaxlite.records import dataclass
 
-MOST_DEPTH = 64  # bytes in a row of a tile
+MAX_DEPTH = 64  # bytes in a row of a tile
 ORIGIN = 3 << 22
-"""As a float32, its bits plus an integer below MOVED are those of ORIGIN + this integer: MOST_DEPTH * 255 * 128 is."""
+"""As a float32, its bits plus an integer below MOVED are those of ORIGIN + this integer: MAX_DEPTH * 255 * 128 is."""
 ORIGIN_BITS, MOVED = 0x4B400000, 1 << 22
 
 SIGN = 128  # that a signed byte is moved by to be an unsigned one, as its xor with it does
@@ -58,7 +58,9 @@ class Sum:
     def word(self, q: SymExpr) -> Value:
         """The four bytes of x that quad q is multiplied by."""
         *before, first = self.x.indices
-        return Intrinsic(WORD, tuple(Load(self.x.buffer, (*before, first + q * 4 + b)) for b in range(4)), "int32")
+        return Intrinsic(
+            PACKED_BYTES, tuple(Load(self.x.buffer, (*before, first + q * 4 + b)) for b in range(4)), "int32"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,8 @@ class Products:
         if part is None:
             return None
         offset = Binary("mul", part.b, Literal(-float(ORIGIN), "float32"))
-        found = Instead({id(part): Intrinsic("fma", (made, part.b, offset), "float32")}).value(value)
-        return None if any(v is self.value for v in walk_values(found)) else found
+        result = Replacement({id(part): Intrinsic("fma", (made, part.b, offset), "float32")}).value(value)
+        return None if any(v is self.value for v in walk_values(result)) else result
 
     def combined(self, made: Sequence[Value]) -> Value:
         total = Scalar(made[0])
@@ -126,15 +128,15 @@ def scaled_at_once(value: Value, total: Value, rows: SymVar) -> Binary | None:
 
 def find_products(value: Value) -> Products | None:
     """The part of a value that tiles can compute; None: there is none, or more than one."""
-    found = find_sums(value)
-    return None if found is None else _laid_out(found.value, found.sums, found.shift)
+    sums = find_sums(value)
+    return None if sums is None else _laid_out(sums.value, sums.sums, sums.shift)
 
 
 def find_sums(value: Value) -> Sums | None:
     """The part of a value that is sums of dot products; None: there is none, or more than one."""
-    found = _sums(value)
-    if found is not None:
-        return found
+    result = _sums(value)
+    if result is not None:
+        return result
     parts = [part for child in value_children(value) if (part := find_sums(child)) is not None]
     return parts[0] if len(parts) == 1 else None
 
@@ -180,7 +182,7 @@ def _laid_out(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
     bits = greatest.bit_length()
     least, most = (-max(zeros), (1 << bits) - 1 - min(zeros)) if is_signed else (0, (1 << bits) - 1)
     is_byte = least << shift >= -128 and most << shift <= (127 if is_signed else 255)
-    if follows and is_byte and 2 * last.depth <= MOST_DEPTH:
+    if follows and is_byte and 2 * last.depth <= MAX_DEPTH:
         raised = [code.binary("shift_left", shift) & four_bytes(255 << shift & 255) for code in codes]
         codes, x = [*raised, *codes], x[:1]
     return Products(value, x, tuple(code.value for code in codes), is_signed, start, shift)
@@ -203,10 +205,10 @@ def zeros_of(summed: Sum) -> list[int]:
     zero = _zero_of(summed.start)
     if zero is not None:
         return [zero] * len(summed.codes)
-    found = _offset_of(summed.start)
-    if found is None:
+    offset = _offset_of(summed.start)
+    if offset is None:
         return [0] * len(summed.codes)
-    return [found if _has_offset(code, found) else 0 for code in summed.codes]
+    return [offset if _has_offset(code, offset) else 0 for code in summed.codes]
 
 
 def _zero_of(start: Value) -> int | None:
@@ -261,16 +263,16 @@ def _sum(value: Value) -> Sum | None:
     terms.sort(key=lambda term: term[0])
     if [offset for offset, _ in terms] != list(range(0, 4 * len(terms), 4)):
         return None
-    found = [term for _, term in terms]
-    return Sum(start, tuple(t.code for t in found), max(t.greatest for t in found), found[0].x)
+    result = [term for _, term in terms]
+    return Sum(start, tuple(t.code for t in result), max(t.greatest for t in result), result[0].x)
 
 
 def _chain(value: Value) -> tuple[Value, list[_Term]]:
     """What a chain of dot products starts from, and its terms."""
     terms: list[_Term] = []
-    while isinstance(value, Intrinsic) and value.name == WORDS:
+    while isinstance(value, Intrinsic) and value.name == DOT4_BYTES:
         total, code, word, greatest, _ = value.args
-        if not isinstance(word, Intrinsic) or word.name != WORD or not isinstance(word.args[0], Load):
+        if not isinstance(word, Intrinsic) or word.name != PACKED_BYTES or not isinstance(word.args[0], Load):
             return value, []
         if not isinstance(greatest, Literal):
             return value, []

@@ -21,7 +21,7 @@ from typing import ClassVar, TypeAlias
 
 from relaxlite import dtypes
 from relaxlite.cpus import PrefetchPlan
-from relaxlite.ir.intrinsics import WORDS
+from relaxlite.ir.intrinsics import DOT4_BYTES
 from relaxlite.ir.program import (
     Allocate,
     Buffer,
@@ -42,16 +42,16 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute, all_values, loads, value_children
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, substitute, sym
-from relaxlite.passes.loops.edits import GuardLoads, less, nest, with_variant
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import GuardLoads, less, nest, select_version
 from relaxlite.passes.products.panel_prefetch import LINE
-from relaxlite.passes.products.prologue import Instead, symbols_of
+from relaxlite.passes.products.prologue import Replacement, symbols_of
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.products.register_tile import ColumnPiece, Tile, TileLoops, by_piece, column_pieces, grid
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-MOST_ROWS = 128  # whose sums of 32 columns take 16 KB
+MAX_ROWS = 128  # whose sums of 32 columns take 16 KB
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def block_product(block: Block, lanes: int, target: Target) -> BlockProduct | No
     """The block as a product with quantized blocks; None: it is none."""
     if block.is_pair or len(perfect_nest(block.stmts[1]).loops) != 1 or block.update.combine != "add":
         return None
-    if not any(isinstance(v, Intrinsic) and v.name == WORDS for v in all_values(block.update)):
+    if not any(isinstance(v, Intrinsic) and v.name == DOT4_BYTES for v in all_values(block.update)):
         return None
     init, column = block.stmts[0], block.vector_loop()
     if column is None or not isinstance(init, Store) or not isinstance(init.value, Literal) or init.value.value != 0:
@@ -87,7 +87,7 @@ def block_product(block: Block, lanes: int, target: Target) -> BlockProduct | No
     panels = streams.interleaved_panels(len({load.buffer for load in _of_panels(block.loads(), column)}))
     if target.vector_bits < 8 * LINE and panels == 1:
         return BlockProduct(block, column, row, vectors, alone=vectors, panel=vectors)
-    alone = side_by_side(column.extent, lanes, panels, max(target.cores, 1))
+    alone = interleaved_panels(column.extent, lanes, panels, max(target.cores, 1))
     return BlockProduct(block, column, row, vectors, alone, panel=1)
 
 
@@ -96,7 +96,7 @@ def _of_panels(found: Iterable[Load], column: For) -> list[Load]:
     return [load for load in found if len(load.indices) > 1 and load.indices[-1] is column.var]
 
 
-def side_by_side(columns: SymExpr, lanes: int, most: int, cores: int, least: int = 1) -> int:
+def interleaved_panels(columns: SymExpr, lanes: int, most: int, cores: int, least: int = 1) -> int:
     """How many panels a tile takes at a time: `most`, or fewer where the threads' shares are more equal so."""
     width = as_int(columns)
     if width is None:
@@ -109,7 +109,7 @@ def side_by_side(columns: SymExpr, lanes: int, most: int, cores: int, least: int
 
 
 @dataclass(frozen=True, slots=True)
-class Faster:
+class ManyRowsPlan:
     """A faster way for many rows: the condition for it, its tiles, how many vectors wide, and what goes around them."""
 
     condition: Value
@@ -118,40 +118,41 @@ class Faster:
     around: Callable[[Stmt], Stmt] | None = None
 
 
-Larger: TypeAlias = "Callable[[ManyRows, int], Faster | None]"  # of tiles so many vectors wide; None: there is none
+ManyRowsRule: TypeAlias = "Callable[[ManyRows, int], ManyRowsPlan | None]"
+"""The plan for many rows from tiles so many vectors wide; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """How weights are read, and multiplied with two rows and more, and with many, where that is another way."""
+class BlockPlan:
+    """How blocked weights are prefetched, the tiles of two rows and more, and the rule for many rows."""
 
-    streams: PrefetchPlan
-    some: type[ManyRows]
-    larger: Larger | None
+    prefetch: PrefetchPlan
+    tile: type[ManyRows]
+    many_rows: ManyRowsRule
 
 
-def tiled_blocks(found: BlockProduct, lanes: int, ways: Ways) -> Stmt:
+def tiled_blocks(found: BlockProduct, lanes: int, plan: BlockPlan) -> Stmt:
     """All tiles in one parallel loop."""
     column, row = found.column, found.row
     others = [(loop.var, loop.extent) for loop in found.block.spatial if loop is not column and loop is not row]
 
     def tiles(tile: BlockTile, vectors: int = found.vectors) -> Stmt:
-        pieces = column_pieces(column.extent, lanes, vectors, spread=tile.is_spread and found.panel < vectors)
+        pieces = column_pieces(column.extent, lanes, vectors, spread=tile.is_interleaved and found.panel < vectors)
         across = SymVar(f"{column.var.name}o", lower=0)
         down = SymVar("row" if row is None else f"{row.var.name}o", lower=0)
         body = by_piece(pieces, across, lambda piece, number: tile(piece, number, down))
         count = sum((p.count for p in pieces), sym(0))
         return Substitute(fresh=True).stmt(grid([*others, (down, tile.rows.count), (across, count)], body))
 
-    one = OneRow(found.block.body, row, column, lanes, 1, enough_sums=1, ahead=ways.streams.gemv_bytes)
+    one = OneRow(found.block.body, row, column, lanes, 1, enough_sums=1, ahead=plan.prefetch.gemv_bytes)
     if row is None:
         return tiles(one, found.alone)
-    many = ways.some(found.block.body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=ways.streams.gemm_bytes)
-    rest, best = tiles(many), None if ways.larger is None else ways.larger(many, found.vectors)
+    many = plan.tile(found.block.body, row, column, lanes, MAX_ROWS, least_rows=2, ahead=plan.prefetch.gemm_bytes)
+    rest, best = tiles(many), plan.many_rows(many, found.vectors)
     if best is not None:
         faster = tiles(best.tile, best.vectors)
         rest = IfThenElse(best.condition, faster if best.around is None else best.around(faster), rest)
-    return with_variant(less(row.extent, 2), tiles(one, found.alone), rest)
+    return select_version(less(row.extent, 2), tiles(one, found.alone), rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ class BlockTile(Tile):
     """A tile that asks for weights `ahead` bytes before it loads them. Its rows are those from `origin` on of
     `all_rows`; None: they are all there are."""
 
-    is_spread: ClassVar[bool] = True  # where a tile has several vectors, they may be in panels far from each other
+    is_interleaved: ClassVar[bool] = True  # where a tile has several vectors, they may be in panels far from each other
     ahead: int = 0
     origin: SymExpr = sym(0)
     all_rows: SymExpr | None = None
@@ -256,7 +257,7 @@ class ManyRows(BlockTile):
         across = part.var, lane.var
         kept = kept_parts(update.value, self.column, self._row, (sym(piece.vectors), sym(self.lanes)))
         of_rows = self.kept_of_rows(update.value)
-        value = Instead({**reads(kept, across), **reads(of_rows, (lane.var,))}).value(update.value)
+        value = Replacement({**reads(kept, across), **reads(of_rows, (lane.var,))}).value(update.value)
         each = replace(part, kind=self.parts)
         keep = Substitute(at).stmt(nest((each, lane), seq(*(Store(b, across, v) for b, v in kept))))
         keep = Substitute(fresh=True).stmt(keep if guard is None else guard.stmt(keep))
@@ -286,7 +287,7 @@ def hoisted(
     """The value with all that moves along the columns and not along the rows read from registers, at `place` of buffers
     of this shape, and what these buffers hold. The same of rows, the other way round."""
     kept = kept_parts(value, column, row, shape)
-    return Instead(reads(kept, place)).value(value), kept
+    return Replacement(reads(kept, place)).value(value), kept
 
 
 def kept_parts(
@@ -309,5 +310,5 @@ def _of_columns(value: Value, column: For, row: For | None) -> list[Value]:
         return []
     if row is None or row.var not in moving:
         return [value]
-    found = [part for child in value_children(value) for part in _of_columns(child, column, row)]
-    return list({id(part): part for part in found}.values())
+    parts = [part for child in value_children(value) for part in _of_columns(child, column, row)]
+    return list({id(part): part for part in parts}.values())

@@ -41,15 +41,16 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, substitute, sym
-from relaxlite.passes.loops.edits import GuardLoads, less, nest
-from relaxlite.passes.products.block_terms import MOST_DEPTH, ORIGIN, Products, find_products
-from relaxlite.passes.products.blocks import Faster, ManyRows, hoisted
-from relaxlite.passes.products.prologue import Instead
+from relaxlite.passes.loops.transforms import GuardLoads, less, nest
+from relaxlite.passes.products.block_terms import MAX_DEPTH, ORIGIN, Products, find_products
+from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan, hoisted
+from relaxlite.passes.products.prologue import Replacement
 from relaxlite.passes.products.register_tile import ColumnPiece
+from relaxlite.target import Target
 
 TILES, FOUND = "amx", "tiles"  # as runtime/libraries.py and codegen/llvm/amx.py know them
 ROWS = 16  # of a tile, and as many 32-bit columns
-LEAST_LEFT = 6  # rows for which 16 more by tiles are faster than a pass (docs/measurements/cpus.md, blocks_amx)
+MIN_LEFT = 6  # rows for which 16 more by tiles are faster than a pass (docs/measurements/cpus.md, blocks_amx)
 BLOCKS = (
     4  # at a time, or one less where none is left then: their quads, products and rows of x stay in the first cache
 )
@@ -59,17 +60,21 @@ _DOTS = ("dot", "dot_unsigned", "dot_of_unsigned", "dot_bf16")
 _CYCLES = {"start": 8, "take_x": 8, "take_quads": 8, "keep": 16, **dict.fromkeys(_DOTS, 16)}  # the others: 1
 
 
-def by_tiles(tile: ManyRows, vectors: int) -> Faster | None:
-    """When tiles are there and have rows to fill one, and the code then; None: its sums are no products of tiles."""
-    found = find_products(tile.update.value)
-    if as_int(tile.steps.extent) is None or found is None or found.depth > MOST_DEPTH or tile.lanes != ROWS:
-        return None
+def by_amx(tile: ManyRows, vectors: int, target: Target) -> ManyRowsPlan | str:
+    """AMX tiles from 16 rows on, where the system allows them; or why the loops do not fit them."""
+    products = find_products(tile.update.value)
+    if tile.lanes != ROWS:
+        return f"vectors of {tile.lanes} lanes do not make rows of AMX tiles"
+    if as_int(tile.steps.extent) is None or products is None:
+        return "its sums are no products of AMX tiles"
+    if products.depth > MAX_DEPTH:
+        return f"blocks of {products.depth} bytes do not fit into rows of {MAX_DEPTH}"
     enough = Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, tile.rows.extent))
-    made = TiledRows(tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS, ahead=tile.ahead)
-    return Faster(enough, made, vectors)
+    amx_rows = AmxRows(tile.block, tile.row, tile.column, tile.lanes, tile.most_rows, least_rows=ROWS, ahead=tile.ahead)
+    return ManyRowsPlan(enough, amx_rows, vectors)
 
 
-class TiledRows(ManyRows):
+class AmxRows(ManyRows):
     """Tiles of many rows by products of 16 x 16."""
 
     __slots__ = ()
@@ -79,7 +84,7 @@ class TiledRows(ManyRows):
         height = SymVar("rows", lower=0, upper=self.most_rows)
         products, whole, left = find_products(self.update.value), height // ROWS, SymVar("left", upper=ROWS - 1)
         assert products is not None
-        again = (height % ROWS + ROWS - LEAST_LEFT) // ROWS  # 1: the last 16 rows once more; 0: those that are left
+        again = (height % ROWS + ROWS - MIN_LEFT) // ROWS  # 1: the last 16 rows once more; 0: those that are left
         code = seq(
             call_tiles("configure", products.depth),
             self._squares(piece, products, (first, top), whole + again, height - ROWS),
@@ -107,7 +112,7 @@ class TiledRows(ManyRows):
             self.column.var: first + across * piece.apart(self.lanes)[1] + lane.var,
             self._row.var: top + begin + row.var,
         }
-        squares = _Squares(self, products, (row, lane), (down, across), at, totals)
+        squares = _AmxTiles(self, products, (row, lane), (down, across), at, totals)
 
         def everywhere(body: Stmt) -> Stmt:
             return Substitute(fresh=True).stmt(For(down, count, For(across, shape[1], body)))
@@ -136,7 +141,9 @@ class TiledRows(ManyRows):
         finish = everywhere(self._epilogue(serial, own, sums, masked=piece.masked))
         return Allocate(totals, seq(clear, *steps, finish))
 
-    def _prepared(self, piece: ColumnPiece, squares: _Squares, stores: list[Store], start: SymExpr, count: int) -> Stmt:
+    def _prepared(
+        self, piece: ColumnPiece, squares: _AmxTiles, stores: list[Store], start: SymExpr, count: int
+    ) -> Stmt:
         """What all rows use of some blocks."""
         part = For(squares.across, sym(piece.vectors), seq(), "unrolled")
         lane = squares.loops[1]
@@ -150,7 +157,7 @@ class TiledRows(ManyRows):
         return Substitute(fresh=True).stmt(For(squares.step, sym(count), body))
 
 
-class _Squares:
+class _AmxTiles:
     """Sums of 16 rows by 16 columns, side by side, and what some blocks add to them.
 
     All products come first, then what uses them: reading what a tile has just written takes long. They go to memory
@@ -159,7 +166,7 @@ class _Squares:
 
     def __init__(
         self,
-        tile: TiledRows,
+        tile: AmxRows,
         products: Products,
         loops: tuple[For, For],
         place: tuple[SymVar, SymVar],
@@ -182,7 +189,7 @@ class _Squares:
         if value is None:
             self.origin, self.made = None, made("int32")
             instead = products.combined([self._load(buffer) for buffer in self.made])
-            value = Instead({id(products.value): instead}).value(tile.update.value)
+            value = Replacement({id(products.value): instead}).value(tile.update.value)
         self.value = value
 
     def _load(self, made: Buffer) -> Load:
@@ -205,14 +212,14 @@ class _Squares:
         )
         value, kept = hoisted(value, tile.column, tile._row, (sym(count), parts, lane.extent), (*place, lane.var))
         stores = [Store(quads, (*place, sym(q), lane.var), quad) for q, quad in enumerate(self.products.quads)]
-        stores += [Store(buffer, (*place, lane.var), made) for buffer, made in kept]
+        stores += [Store(buffer, (*place, lane.var), of_row) for buffer, of_row in kept]
 
         sums = Load(self.totals, (self.down, self.across, *self.place))
         total = Buffer(tile.block.buffer.name, (row.extent, lane.extent), self.totals.dtype, "local")
         at = {**self.at, tile.steps.var: start + self.step}
         add = Substitute(at).stmt(nest((row, lane), Store(total, self.place, value, "add")))
         down = replace(row, kind="vectorized")
-        numbers = nest((down,), seq(*(Store(buffer, (self.step, row.var), made) for buffer, made in of_rows)))
+        numbers = nest((down,), seq(*(Store(buffer, (self.step, row.var), of_row) for buffer, of_row in of_rows)))
         fresh = Substitute(fresh=True)
         numbers = fresh.stmt(Substitute(at).stmt(For(self.step, sym(count), numbers)))
         take = fresh.stmt(nest((row, lane), Store(total, self.place, sums)))
@@ -239,7 +246,7 @@ class _Squares:
                 calls.append(call_tiles("keep", number % _TURNS, places[number], places[number].buffer.shape[-1] * 4))
 
         for g, part in itertools.product(range(count), range(parts)):
-            for k, (x, made) in enumerate(zip(self.products.x, self.made, strict=True)):
+            for k, (x, result) in enumerate(zip(self.products.x, self.made, strict=True)):
                 keep(len(places) - _TURNS)
                 tile, left, right = len(places) % _TURNS, (g if len(self.made) == 1 else k) % 2, (g * parts + part) % 2
                 calls.append(
@@ -253,7 +260,7 @@ class _Squares:
                     panel = AddressOf(quads, (sym(g), sym(part), sym(0), sym(0)))
                     calls.append(call_tiles("take_quads", right, panel, quads.shape[-1] * 4))
                 calls.append(call_tiles("dot" if self.products.is_signed else "dot_unsigned", tile, left, right))
-                places.append(AddressOf(made, (sym(g), sym(part), sym(0), sym(0)), is_written=True))
+                places.append(AddressOf(result, (sym(g), sym(part), sym(0), sym(0)), is_written=True))
         for number in range(max(0, len(places) - _TURNS), len(places)):
             keep(number)
         return seq(*calls)

@@ -21,8 +21,8 @@ from dataclasses import replace
 from relaxlite.ir.program import Check, For, IfThenElse, LetIndex, Seq, Stmt, seq
 from relaxlite.ir.program_visitor import Substitute, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.passes.loops.edits import less, nest, with_variant
-from relaxlite.passes.products.blocks import MOST_ROWS, BlockProduct, BlockTile, Faster, OneRow, Ways
+from relaxlite.passes.loops.transforms import less, nest, select_version
+from relaxlite.passes.products.blocks import MAX_ROWS, BlockPlan, BlockProduct, BlockTile, ManyRowsPlan, OneRow
 from relaxlite.passes.products.register_tile import ColumnPiece, by_piece, column_pieces, grid
 from relaxlite.records import dataclass
 
@@ -71,37 +71,37 @@ def _peeled(stmt: Stmt) -> tuple[Around, Stmt]:
     return lambda body: body, stmt
 
 
-def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, ways: Ways) -> Stmt:
+def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, plan: BlockPlan) -> Stmt:
     """All tiles of all groups in one parallel loop."""
     column, row, body = found.column, found.row, found.block.body
     assert row is not None
-    one = OneRow(body, row, column, lanes, 1, enough_sums=1, ahead=ways.streams.gemv_bytes)
-    many = ways.some(body, row, column, lanes, MOST_ROWS, least_rows=2, ahead=ways.streams.gemm_bytes)
+    one = OneRow(body, row, column, lanes, 1, enough_sums=1, ahead=plan.prefetch.gemv_bytes)
+    many = plan.tile(body, row, column, lanes, MAX_ROWS, least_rows=2, ahead=plan.prefetch.gemm_bytes)
     many = replace(many, origin=groups.first, all_rows=groups.rows)
-    best = None if ways.larger is None else ways.larger(many, found.vectors)
+    best = plan.many_rows(many, found.vectors)
     widest = max(found.alone, found.vectors, best.vectors if best is not None else 1)
     pieces = column_pieces(column.extent, lanes, widest)
     across = SymVar(f"{column.var.name}o")
 
-    def tiles(best: Faster | None) -> Stmt:
+    def tiles(best: ManyRowsPlan | None) -> Stmt:
         def of_piece(piece: ColumnPiece, number: SymExpr) -> Stmt:
             def all_rows(tile: BlockTile, vectors: int) -> Stmt:
-                return _all_rows(tile, piece, number, vectors, spread=tile.is_spread and found.panel < vectors)
+                return _all_rows(tile, piece, number, vectors, spread=tile.is_interleaved and found.panel < vectors)
 
             rest = all_rows(many, found.vectors)
             if best is not None:
                 rest = IfThenElse(best.condition, all_rows(best.tile, best.vectors), rest)
-            return with_variant(less(row.extent, 2), all_rows(one, found.alone), rest)
+            return select_version(less(row.extent, 2), all_rows(one, found.alone), rest)
 
         code = groups.inside(by_piece(pieces, across, of_piece))
         axes = [(groups.loop.var, groups.loop.extent), (across, sum((p.count for p in pieces), sym(0)))]
         return Substitute(fresh=True).stmt(grid(axes, code))
 
-    made = tiles(best)
+    result = tiles(best)
     if best is not None and best.around is not None:  # for all rows, so the groups must have enough on average
         enough = less(groups.loop.extent * best.tile.least_rows - 1, groups.rows)
-        made = IfThenElse(enough, best.around(made), tiles(None))
-    return groups.outside(made)
+        result = IfThenElse(enough, best.around(result), tiles(None))
+    return groups.outside(result)
 
 
 def _all_rows(tile: BlockTile, piece: ColumnPiece, number: SymExpr, vectors: int, *, spread: bool) -> Stmt:

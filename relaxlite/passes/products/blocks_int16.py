@@ -18,19 +18,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relaxlite.ir.intrinsics import HALVES
+from relaxlite.ir.intrinsics import DOT2_INT16
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, Intrinsic, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.products.block_terms import Sums, find_sums
-from relaxlite.passes.products.blocks import Faster, ManyRows
-from relaxlite.passes.products.prologue import Instead
+from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan
+from relaxlite.passes.products.prologue import Replacement
+from relaxlite.target import Target
 
-LEAST_ROWS = 12  # fewer are not worth the pass over them, and what tiles do once
-LEAST_COLUMNS = 512  # that share the pass
-MOST_QUADS = 8  # of a block, twice as many vectors of codes stay in registers
+MIN_ROWS = 12  # fewer are not worth the pass over them, and what tiles do once
+MIN_COLUMNS = 512  # that share the pass
+MAX_DP4A_GROUPS = 8  # of a block, twice as many vectors of codes stay in registers
 LOW_BITS = 4
 ORIGIN = (128 << LOW_BITS) + 128  # as both bytes of a number are moved by 128
 
@@ -38,20 +39,22 @@ _EVEN, _SIGNS = 0x00FF00FF, 0x00800080
 _BOTH = ORIGIN | ORIGIN << 16
 
 
-def by_halves(tile: ManyRows, vectors: int) -> Faster | None:
-    """Tiles one vector wide, behind a pass over the rows; None: these are no sums of bytes that make 12 bits."""
-    found = find_sums(tile.update.value)
-    if found is None or found.shift != LOW_BITS or len(found.sums[-1].codes) > MOST_QUADS or tile.row is None:
-        return None
-    if (as_int(tile.column.extent) or LEAST_COLUMNS) < LEAST_COLUMNS:
-        return None
-    if not found.symbols <= tile.of_rows:  # the pass goes over blocks and rows
-        return None
-    rows = _Rows(tile, found)
-    block = Instead({id(found.value): rows.sum()}).stmt(tile.block)
+def by_int16_pairs(tile: ManyRows, vectors: int, target: Target) -> ManyRowsPlan | str:
+    """Tiles one vector wide, behind a pass over the rows; or why the loops do not fit them."""
+    sums = find_sums(tile.update.value)
+    if sums is None or sums.shift != LOW_BITS or tile.row is None:
+        return f"activations are not of {8 + LOW_BITS} bits"
+    if len(sums.sums[-1].codes) > MAX_DP4A_GROUPS:
+        return f"the codes of a block do not stay in registers: {4 * len(sums.sums[-1].codes)} of them"
+    if (as_int(tile.column.extent) or MIN_COLUMNS) < MIN_COLUMNS:
+        return f"{tile.column.extent} columns are too few for a pass over the rows"
+    if not sums.symbols <= tile.of_rows:  # the pass goes over blocks and rows
+        return "activations depend on more than the block and the row"
+    rows = _Rows(tile, sums)
+    block = Replacement({id(sums.value): rows.sum()}).stmt(tile.block)
     assert isinstance(block, Allocate)
-    made = replace(tile, block=block, least_rows=LEAST_ROWS)
-    return Faster(less(LEAST_ROWS - 1, tile.row.extent), made, 1, rows.around)
+    result = replace(tile, block=block, least_rows=MIN_ROWS)
+    return ManyRowsPlan(less(MIN_ROWS - 1, tile.row.extent), result, 1, rows.around)
 
 
 class _Rows:
@@ -107,8 +110,8 @@ class _Rows:
             Store(self._starts, (g, i), start.value),
         )
         rows = For(i, self._count, Allocate(total, body))
-        made = seq(Substitute(fresh=True).stmt(For(g, self._steps.extent, rows, "parallel")), tiles)
-        return Allocate(self._words, Allocate(self._starts, made))
+        code = seq(Substitute(fresh=True).stmt(For(g, self._steps.extent, rows, "parallel")), tiles)
+        return Allocate(self._words, Allocate(self._starts, code))
 
     def _numbers(self, here: dict[SymVar, SymExpr], q: SymVar) -> tuple[Scalar, Scalar]:
         """The numbers of a quad that its even codes are multiplied by, from ORIGIN on, and those of the odd ones."""
@@ -124,4 +127,4 @@ class _Rows:
 
 def _dot(total: Scalar | int, a: Scalar, b: Scalar) -> Scalar:
     start = literal(total, "int32") if isinstance(total, int) else total.value
-    return Scalar(Intrinsic(HALVES, (start, a.value, b.value), "int32"))
+    return Scalar(Intrinsic(DOT2_INT16, (start, a.value, b.value), "int32"))

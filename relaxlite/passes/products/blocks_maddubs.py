@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import ClassVar
 
-from relaxlite.ir.intrinsics import MOST_OF_PAIRS, WORDS
-from relaxlite.ir.ops.block_codes import ONES, QUAD
+from relaxlite.ir.intrinsics import DOT4_BYTES, MAX_OF_PAIRS
+from relaxlite.ir.ops.block_codes import DP4A_BYTES, ONES
 from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import (
     Allocate,
@@ -38,7 +38,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute, value_children
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
-from relaxlite.passes.loops.edits import less, nest
+from relaxlite.passes.loops.transforms import less, nest
 from relaxlite.passes.products.block_terms import (
     FLOAT_BITS,
     SIGN,
@@ -52,34 +52,36 @@ from relaxlite.passes.products.block_terms import (
     significant,
     zeros_of,
 )
-from relaxlite.passes.products.blocks import Faster, ManyRows, kept_parts, side_by_side
-from relaxlite.passes.products.prologue import Instead, symbols_of
+from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan, interleaved_panels, kept_parts
+from relaxlite.passes.products.prologue import Replacement, symbols_of
 from relaxlite.passes.products.register_tile import TileLoops
 from relaxlite.target import Target
 
-LEAST_ROWS = 6  # fewer are not worth the pass over them
-MOST_PANELS = 8  # that a row goes over
+MIN_ROWS = 6  # fewer are not worth the pass over them
+MAX_PANELS = 8  # that a row goes over
 _BYTE = 255
 
 
-def by_pairs(tile: ManyRows, vectors: int, *, target: Target) -> Faster | None:
-    """Tiles behind a pass over the rows; None: these are no sums of bytes."""
-    found = find_sums(tile.update.value)
-    if found is None or tile.row is None:
-        return None
-    if not found.symbols <= tile.of_rows:  # the pass goes over blocks and rows
-        return None
-    bytes_of = _Bytes(tile, found, fuses=target.has("fma"))
+def by_maddubs(tile: ManyRows, vectors: int, target: Target) -> ManyRowsPlan | str:
+    """Tiles behind a pass over the rows; or why the loops do not fit them."""
+    sums = find_sums(tile.update.value)
+    if sums is None or tile.row is None:
+        return "its sums are no sums of bytes"
+    if not sums.symbols <= tile.of_rows:  # the pass goes over blocks and rows
+        return "activations depend on more than the block and the row"
+    bytes_of = _Bytes(tile, sums, fuses=target.has("fma"))
     block = bytes_of.instead_of_sum(tile.block)
     assert isinstance(block, Allocate)
-    is_one_sum = len(found.sums) == 1
-    kind = PanelsInTurn if is_one_sum else RowsInTwos
-    made = kind(*(getattr(replace(tile, block=block, least_rows=LEAST_ROWS), f.name) for f in fields(tile)))
+    is_one_sum = len(sums.sums) == 1
+    kind = InterleavedPanels if is_one_sum else RowPairs
+    result = kind(*(getattr(replace(tile, block=block, least_rows=MIN_ROWS), f.name) for f in fields(tile)))
     if is_one_sum:
-        vectors = side_by_side(
-            tile.column.extent, tile.lanes, MOST_PANELS, max(target.cores, 1), least=MOST_PANELS // 2
+        vectors = interleaved_panels(
+            tile.column.extent, tile.lanes, MAX_PANELS, max(target.cores, 1), least=MAX_PANELS // 2
         )
-    return Faster(less(LEAST_ROWS - 1, tile.row.extent), made, vectors, bytes_of.around if bytes_of.are_moved else None)
+    return ManyRowsPlan(
+        less(MIN_ROWS - 1, tile.row.extent), result, vectors, bytes_of.around if bytes_of.are_moved else None
+    )
 
 
 class _Bytes:
@@ -99,7 +101,7 @@ class _Bytes:
     @property
     def are_moved(self) -> bool:
         is_signed = any(self._zeros) and fit_signed(self._zeros, self._last.greatest)
-        return is_signed and max(self._most) * _BYTE <= MOST_OF_PAIRS
+        return is_signed and max(self._most) * _BYTE <= MAX_OF_PAIRS
 
     def instead_of_sum(self, stmt: Stmt) -> Stmt:
         """A statement with another way to compute what a block of a row and a column comes to."""
@@ -111,18 +113,18 @@ class _Bytes:
         if part is None or not self._is_exact(part.b):
             return self._with(stmt, self._found.value, total + added)
         offset = Scalar(part.b) * added.cast("float32")
-        made = Intrinsic("fma", (total.cast("float32").value, part.b, offset.value), "float32")
-        return self._with(stmt, part, Scalar(made))
+        value = Intrinsic("fma", (total.cast("float32").value, part.b, offset.value), "float32")
+        return self._with(stmt, part, Scalar(value))
 
     def _is_exact(self, scale: Value) -> bool:
         """Whether scale * total + scale * added, for a scale of the columns, is rounded once only: a float holds the
         second product, a multiple of SIGN * scale. It holds the total, too, as all scales have 8 bits or more."""
-        bits = (QUAD * sum(self._most) * (self._moved_by // SIGN)).bit_length()
+        bits = (DP4A_BYTES * sum(self._most) * (self._moved_by // SIGN)).bit_length()
         is_of_columns = self._row.var not in symbols_of(scale)
         return self._fuses and is_of_columns and significant(scale) + bits <= FLOAT_BITS
 
     def _with(self, stmt: Stmt, value: Value, other: Scalar) -> Stmt:
-        return Instead({id(value): other.value}).stmt(stmt)
+        return Replacement({id(value): other.value}).stmt(stmt)
 
     def _total(self, sums: Sequence[Scalar]) -> Scalar:
         return sums[0] if len(sums) == 1 else sums[0].binary("shift_left", self._found.shift) + sums[1]
@@ -173,15 +175,15 @@ def _one_chain(part: Sum) -> Scalar:
 
 def _dot(total: Scalar, a: Value, most_a: int, b: Value, most_b: int) -> Scalar:
     bounds = literal(most_a, "int32"), literal(most_b, "int32")
-    return Scalar(Intrinsic(WORDS, (total.value, a, b, *bounds), "int32"))
+    return Scalar(Intrinsic(DOT4_BYTES, (total.value, a, b, *bounds), "int32"))
 
 
-class PanelsInTurn(ManyRows):
+class InterleavedPanels(ManyRows):
     """Tiles whose rows stay in registers, a block of each, while they go over some panels."""
 
     __slots__ = ()
     parts: ClassVar[LoopKind] = "serial"
-    is_spread = False
+    is_interleaved = False
 
     def kept_of_rows(self, value: Value) -> list[tuple[Buffer, Value]]:
         return kept_parts(value, self._row, self.column, (sym(self.lanes),), "row")
@@ -195,7 +197,7 @@ class PanelsInTurn(ManyRows):
         return nest((replace(row, kind="serial"),), code)
 
 
-class RowsInTwos(ManyRows):
+class RowPairs(ManyRows):
     """Tiles whose rows go two at a time."""
 
     __slots__ = ()
@@ -215,10 +217,10 @@ def _in_twos(loop: For, inner: Sequence[For], body: Store) -> Stmt:
     steps = [Store(buffer, at, chain) for buffer, chain in zip(sums, chains, strict=True)]
 
     def for_both(step: Store) -> Stmt:
-        made = Substitute({loop.var: two * 2 + beside}).stmt(nest(inner, step))
-        return Substitute(fresh=True).stmt(For(beside, sym(2), made, "unrolled"))
+        result = Substitute({loop.var: two * 2 + beside}).stmt(nest(inner, step))
+        return Substitute(fresh=True).stmt(For(beside, sym(2), result, "unrolled"))
 
-    code = seq(*map(for_both, [*steps, replace(body, value=Instead(others).value(body.value))]))
+    code = seq(*map(for_both, [*steps, replace(body, value=Replacement(others).value(body.value))]))
     for buffer in sums:
         code = Allocate(buffer, code)
     twos, left = For(two, loop.extent // 2, code, "serial"), as_int(loop.extent % 2)
@@ -230,7 +232,7 @@ def _in_twos(loop: For, inner: Sequence[For], body: Store) -> Stmt:
 
 def _chains(value: Value) -> list[Value]:
     """The chains of dot products in a value, each from its end."""
-    if isinstance(value, Intrinsic) and value.name == WORDS:
+    if isinstance(value, Intrinsic) and value.name == DOT4_BYTES:
         return [value]
-    found = [chain for child in value_children(value) for chain in _chains(child)]
-    return list({id(chain): chain for chain in found}.values())
+    chains = [chain for child in value_children(value) for chain in _chains(child)]
+    return list({id(chain): chain for chain in chains}.values())

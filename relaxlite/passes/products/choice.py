@@ -6,7 +6,7 @@ alternatives here, and let the rule ask for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from itertools import product
 from typing import Literal
@@ -15,9 +15,6 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.records import dataclass
 
 Outer = Literal["rows", "columns"]
-BATCH_INVARIANT = "batch_invariant"
-"""Attribute of a module whose results for a row must be the same to the last bit whatever rows are beside it: products
-of several tokens of a language model, or of several sequences, are then those of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +26,7 @@ class ScheduleChoice:
     sums: int | None = None  # independent sums of a tile; where it has fewer elements, each gets several
     outer: Outer | None = None  # which loop over tiles is outside of the other, and shared out among threads
     partial_sums: int | None = None  # vectors of partial results of a reduction along its contiguous loop
+    strategy: str | None = None  # of a product with many rows (strategy_table.py)
 
     def as_dict(self) -> dict[str, int | str]:
         """The fields that are set."""
@@ -42,6 +40,8 @@ class ScheduleChoice:
     def from_dict(values: Mapping[str, object]) -> ScheduleChoice:
         """Raises InvalidArgumentError for a field or value that this version does not know."""
         for name, value in values.items():
+            if name == "strategy" and isinstance(value, str):
+                continue
             if name not in _KNOWN or not _is_valid(name, value):
                 raise InvalidArgumentError(f"a schedule has no {name}={value!r}; there are {_known_text()}")
         return ScheduleChoice(**values)  # type: ignore[arg-type]
@@ -74,8 +74,8 @@ def _known_text() -> str:
     return ", ".join(texts)
 
 
-def axes(registers: int) -> tuple[tuple[ScheduleChoice, ...], ...]:
-    """What is worth trying on a processor with so many vector registers, whatever the program.
+def axes(registers: int, strategies: Iterable[str]) -> tuple[tuple[ScheduleChoice, ...], ...]:
+    """What is worth trying on a processor with so many vector registers, whatever the program, of these strategies.
 
     An axis is a list of alternatives that do not depend much on the other axes, so that one axis is searched after the
     other. A rule that does not ask for a field makes the same schedule of all its values: equal schedules are dropped.
@@ -86,6 +86,7 @@ def axes(registers: int) -> tuple[tuple[ScheduleChoice, ...], ...]:
         if rows * vectors >= 4 and rows * vectors + vectors + 1 <= registers  # sums, a row of operands, a broadcast
     )
     return (
+        tuple(ScheduleChoice(strategy=name) for name in strategies),
         tiles,
         tuple(ScheduleChoice(sums=count) for count in (4, 16, 24)),
         (ScheduleChoice(outer="rows"), ScheduleChoice(outer="columns")),

@@ -12,6 +12,7 @@ import numpy as np
 
 from relaxlite.config import compile_threads
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.attributes import INHERITS_LAYOUT, SCHEDULED
 from relaxlite.ir.expr import Array, Attrs, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import Binary, Check, For, IndexValue, Literal, Load, Stmt, Store, TensorProgram, Value
@@ -19,10 +20,10 @@ from relaxlite.ir.program_visitor import loads, walk_values
 from relaxlite.ir.symbolic import as_int, product
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.constant_values import PARTS
+from relaxlite.passes.loops.constant_values import EVALUABLE_NODES
 from relaxlite.passes.loops.pattern import perfect_nest, top_stages
-from relaxlite.passes.loops.versioning import clamped_loops
-from relaxlite.passes.products.pack_constants import FOLLOWS, SHARED_BYTES
+from relaxlite.passes.loops.versioning import clamped_indices
+from relaxlite.passes.products.pack_constants import SHARED_BYTES
 from relaxlite.passes.products.prepared_rows import Product, Products
 from relaxlite.passes.products.prologue import symbols_of
 from relaxlite.passes.products.reduction import reduction_block
@@ -33,7 +34,7 @@ AT_A_TIME = 1 << 24  # of widened weights that are looked at: 64 MB
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class WeightStrategy:
     """Another way to compute products, of a pass of this name.
 
     `is_fit`: whether a product may be one of them. `make`: a program and its products, or None where all of them are
@@ -54,19 +55,19 @@ class Way:
         return self.functions is None or function in self.functions
 
 
-def take(way: Way, module: IRModule, context: PassContext) -> IRModule:
+def take(way: WeightStrategy, module: IRModule, context: PassContext) -> IRModule:
     """The module whose products with constant weights go this way, too, where they may. A program that other calls
     still need stays beside the new one."""
     names, programs = [name for name in module.functions() if way.is_for(name)], module.programs()
     calls = program_calls(module, names)
     called = [name for name in dict.fromkeys(call.callee.name for call in calls) if name in programs]
-    found = {name: them for name in called if (them := _find(programs[name], way)) is not None}
-    uses = [(call, _uses(call, found[call.callee.name])) for call in calls if call.callee.name in found]
-    made = _made(way, {use.key: use for _, them in uses for use in them}, _readers(module))
+    thems = {name: them for name in called if (them := _find(programs[name], way)) is not None}
+    uses = [(call, _uses(call, thems[call.callee.name])) for call in calls if call.callee.name in thems]
+    result = _made(way, {use.key: use for _, them in uses for use in them}, _readers(module))
     problems = {
         id(call): (call.callee.name, problem)
         for call, them in uses
-        if (problem := next((text for use in them if isinstance(text := made[use.key], str)), None)) is not None
+        if (problem := next((text for use in them if isinstance(text := result[use.key], str)), None)) is not None
     }
     taken = {id(call): call.callee.name for call, _ in uses if id(call) not in problems}
     for name, problem in dict.fromkeys(problems.values()):
@@ -75,32 +76,32 @@ def take(way: Way, module: IRModule, context: PassContext) -> IRModule:
         context.decide(way.name, name, True, way.reason)
     needed = {call.callee.name for call in program_calls(module) if id(call) not in taken}
     new_names = {name: _unused(name, module) if name in needed else name for name in taken.values()}
-    made_of = {new: found[name].program() for name, new in new_names.items()}
-    definitions: dict[str, Definition] = {new: _follower(p) if way.keeps else p for new, p in made_of.items()}
-    weights = {key: each for key, each in made.items() if not isinstance(each, str)}
-    passing = _PassWeights(found, new_names, weights)
+    made_of = {new: thems[name].program() for name, new in new_names.items()}
+    definitions: dict[str, Definition] = {new: _inheriting(p) if way.keeps else p for new, p in made_of.items()}
+    weights = {key: each for key, each in result.items() if not isinstance(each, str)}
+    passing = _PassWeights(thems, new_names, weights)
     definitions |= {name: passing.function(module.functions()[name]) for name in names}
     return module.updated(definitions)
 
 
 def _made(
-    way: Way, uses: Mapping[Key, _Use], readers: Mapping[int, set[tuple[str, int]]]
+    way: WeightStrategy, uses: Mapping[Key, _Use], readers: Mapping[int, set[tuple[str, int]]]
 ) -> dict[Key, tuple[Constant, ...] | str]:
     """What the new programs take of each weight, or why it is none for them."""
-    made: dict[Key, tuple[Constant, ...] | str] = {
+    problems: dict[Key, tuple[Constant, ...] | str] = {
         key: problem for key, use in uses.items() if (problem := use.problem(readers)) is not None
     }
-    fit = {key: use for key, use in uses.items() if key not in made}
+    fit = {key: use for key, use in uses.items() if key not in problems}
     with ThreadPoolExecutor(compile_threads(), "relaxlite-weights") as pool:  # starts no more threads than it needs
         results = pool.map(lambda use: use.made(way), fit.values())
         for (key, use), result in zip(fit.items(), results, strict=True):
-            made[key] = f"{use.part.stored[0].name} {result}" if isinstance(result, str) else result
-    return made
+            problems[key] = f"{use.part.stored[0].name} {result}" if isinstance(result, str) else result
+    return problems
 
 
-def _follower(program: TensorProgram) -> TensorProgram:
+def _inheriting(program: TensorProgram) -> TensorProgram:
     """Of weights that others read, too."""
-    return replace(program, attrs=Attrs({**program.attrs, FOLLOWS: True}))
+    return replace(program, attrs=Attrs({**program.attrs, INHERITS_LAYOUT: True}))
 
 
 def _unused(name: str, module: IRModule) -> str:
@@ -135,29 +136,29 @@ class _Use:
                 return f"{buffer.name} is read elsewhere, too, and stays one copy as it is"
         return None
 
-    def made(self, way: Way) -> tuple[Constant, ...] | str:
+    def made(self, way: WeightStrategy) -> tuple[Constant, ...] | str:
         """What is passed in place of the weights and beside them, or only beside them where they are kept. Of those,
         each part of the columns that is looked at has to be fit."""
         constants = [arg for arg in self.args if isinstance(arg, Constant)]
         if not self.part.is_kept:
             return way.weights(*constants)
         arrays, columns = [constant.value for constant in constants], int(self.part.column.extent)
-        some, found = max(1, AT_A_TIME // int(self.part.step.extent)), list[tuple[Array, ...]]()
+        some, result = max(1, AT_A_TIME // int(self.part.step.extent)), list[tuple[Array, ...]]()
         for start in range(0, columns, some):
             made = way.weights(Constant.of(self.part.floats(arrays, start, min(start + some, columns))))
             if isinstance(made, str):
                 return made
-            found.append(tuple(constant.value for constant in made[1:]))
-        return tuple(Constant.of(np.concatenate(parts)) for parts in zip(*found, strict=True))
+            result.append(tuple(constant.value for constant in made[1:]))
+        return tuple(Constant.of(np.concatenate(parts)) for parts in zip(*result, strict=True))
 
 
-def would_take(way: Way, program: TensorProgram, args: Sequence[Expr]) -> bool:
+def would_take(way: WeightStrategy, program: TensorProgram, args: Sequence[Expr]) -> bool:
     """Whether the products of a call may go this way, as far as that shows without a look at the weights."""
     products = _find(program, way)
     return products is not None and _are_constants(products.parts, program, args)
 
 
-def is_fit(way: Way, program: TensorProgram, args: Sequence[Expr]) -> bool:
+def is_fit(way: WeightStrategy, program: TensorProgram, args: Sequence[Expr]) -> bool:
     """Whether the products of a call may go this way if there are enough of them."""
     parts = _parts(program, way)
     return parts is not None and _are_constants(parts, program, args)
@@ -184,7 +185,7 @@ def _readers(module: IRModule) -> dict[int, set[tuple[str, int]]]:
     return readers
 
 
-def _find(program: TensorProgram, way: Way) -> Products | None:
+def _find(program: TensorProgram, way: WeightStrategy) -> Products | None:
     """The program as products of one matrix with weights; None: it is something else, or not worth it."""
     parts = _parts(program, way)
     products = way.make(program, parts) if parts is not None else None
@@ -194,26 +195,26 @@ def _find(program: TensorProgram, way: Way) -> Products | None:
     return products if most_rows is None or most_rows >= products.least_rows else None
 
 
-def _parts(program: TensorProgram, way: Way) -> tuple[Product, ...] | None:
+def _parts(program: TensorProgram, way: WeightStrategy) -> tuple[Product, ...] | None:
     """The products of which the program consists, of one matrix with weights; None: it is something else, or they are
     not fit."""
-    if program.attrs.get("scheduled"):
+    if program.attrs.get(SCHEDULED):
         return None
     stages = [s for s in top_stages(program) if not isinstance(s, Check)]
-    made = [_product_of(stage, program, keeps=way.keeps) for stage in stages]
-    found = [each for each in made if each is not None and way.is_fit(each)]
-    if not found or len(found) < len(made):
+    products = [_product_of(stage, program, keeps=way.keeps) for stage in stages]
+    eaches = [each for each in products if each is not None and way.is_fit(each)]
+    if not eaches or len(eaches) < len(products):
         return None
-    first, weights = found[0], {buffer for each in found for buffer in each.stored}
+    first, weights = eaches[0], {buffer for each in eaches for buffer in each.stored}
     reads = [load for load in loads(program.body) if load.buffer in weights]
-    own = [part for each in found for part in walk_values(each.w) if isinstance(part, Load)]
-    is_shared = sum(len(each.stored) for each in found) > len(weights) or len(reads) > len(own)
-    return None if is_shared or not all(each.reads_like(first) for each in found) else tuple(found)
+    own = [part for each in eaches for part in walk_values(each.w) if isinstance(part, Load)]
+    is_shared = sum(len(each.stored) for each in eaches) > len(weights) or len(reads) > len(own)
+    return None if is_shared or not all(each.reads_like(first) for each in eaches) else tuple(eaches)
 
 
 def _product_of(stage: Stmt, program: TensorProgram, *, keeps: bool) -> Product | None:
     block = reduction_block(stage)
-    if block is None or block.is_pair or len(block.spatial) < 2 or clamped_loops(stage):
+    if block is None or block.is_pair or len(block.spatial) < 2 or clamped_indices(stage):
         return None
     update, reduced = block.update, perfect_nest(block.stmts[1]).loops
     init, value = block.stmts[0], update.value
@@ -248,7 +249,9 @@ def _is_matrix(w: Value, step: For, column: For, program: TensorProgram) -> bool
 
 def _is_widened_matrix(w: Value, step: For, column: For, program: TensorProgram) -> bool:
     """Whether an operand is computed from inputs, of a step and, in their last dimension, a column."""
-    if not (step.extent.is_const and column.extent.is_const) or not all(isinstance(v, PARTS) for v in walk_values(w)):
+    if not (step.extent.is_const and column.extent.is_const) or not all(
+        isinstance(v, EVALUABLE_NODES) for v in walk_values(w)
+    ):
         return False
     indices = [part.index for part in walk_values(w) if isinstance(part, IndexValue)]
     for load in (part for part in walk_values(w) if isinstance(part, Load)):
@@ -274,9 +277,9 @@ class _PassWeights(Rewriter):
         products = self._found.get(value.callee.name)
         if products is None:
             return None
-        made = [self._made.get(use.key) for use in _uses(value, products)]
+        result = [self._made.get(use.key) for use in _uses(value, products)]
         args, beside = list(value.args), list[Constant]()
-        for part, places, weights in zip(products.parts, products.stored, made, strict=True):
+        for part, places, weights in zip(products.parts, products.stored, result, strict=True):
             if weights is None:
                 return None
             first, *others = weights

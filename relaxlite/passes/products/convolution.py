@@ -36,15 +36,15 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute, all_values, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, sym
 from relaxlite.passes.loops.access import stride
-from relaxlite.passes.loops.edits import distribute, fuse, less, nest
-from relaxlite.passes.loops.parallel import parallel_nest
+from relaxlite.passes.loops.parallel import collapse_parallel
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import distribute, fuse, less, nest
 from relaxlite.passes.products.choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.products.reduction import Block
 from relaxlite.records import dataclass
 
 ENOUGH_ROWS = 6  # for each vector of filters, so that loading these does not hold up the sums
-MOST_ROWS = 8
+MAX_ROWS = 8
 ROW_TAILS = (3, 1)  # heights for positions that are left, where their number is not known
 CHEAP_EPILOGUE = 5  # operations after the sum that are written out for every vector of a tile
 LONG_SUM = 256  # terms that are added one after another
@@ -116,7 +116,7 @@ def filter_tile(block: Block, lanes: int, registers: int, choice: ScheduleChoice
         return None
     count = max((as_int(column.extent) or 1) // lanes, 1)
     vectors = min(choice.vectors, count) if choice.vectors else column_vectors(count, registers)
-    rows = choice.rows or max(1, min(MOST_ROWS, most_sums(registers) // vectors))
+    rows = choice.rows or max(1, min(MAX_ROWS, most_sums(registers) // vectors))
     block = _positions(block)
     return FilterTile(block, block.spatial[-2], block.spatial[-1], moving[0].buffer, lanes, vectors, rows)
 
@@ -177,7 +177,7 @@ def tiled_filters(tile: FilterTile, choice: ScheduleChoice = DEFAULT) -> Stmt:
     outer = list(tile.block.spatial[:-2])
     small = product(tile.filters.shape).const <= SMALL_FILTERS
     rows_outside = choice.outer == "rows" if choice.outer else small
-    return parallel_nest([*outer, downs, across] if rows_outside else [across, *outer, downs], body)
+    return collapse_parallel([*outer, downs, across] if rows_outside else [across, *outer, downs], body)
 
 
 def _height(extent: SymExpr, most: int) -> int:
@@ -224,11 +224,11 @@ def tile_of(tile: FilterTile, piece: Piece, row: SymExpr, rows: int) -> Stmt:
     channel = piece.start + part * piece.lanes + lane
     block = Substitute({tile.row.var: row + step, tile.column.var: channel}, fresh=True).stmt(tile.block.body)
     assert isinstance(block, Allocate)
-    made = distribute(inner, block, less(channel, tile.column.extent) if piece.masked else None)
-    parts = _in_parts(made, len(perfect_nest(tile.block.stmts[1]).loops))
+    result = distribute(inner, block, less(channel, tile.column.extent) if piece.masked else None)
+    parts = _in_parts(result, len(perfect_nest(tile.block.stmts[1]).loops))
     if parts is not None:
         return parts
-    return _roll_epilogue(made) if rows > 1 and _epilogue_cost(tile.block) > CHEAP_EPILOGUE else made
+    return _roll_epilogue(result) if rows > 1 and _epilogue_cost(tile.block) > CHEAP_EPILOGUE else result
 
 
 def _in_parts(tile: Allocate, reduced: int) -> Allocate | None:

@@ -8,46 +8,43 @@ The terms of `a` lie beside each other in memory; those of `b`, a constant, are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from relaxlite.ir.intrinsics import DOT_PRODUCTS
 from relaxlite.ir.program import Allocate, Binary, Buffer, Cast, For, Load, Seq
 from relaxlite.ir.symbolic import as_int
 from relaxlite.passes.loops.access import stride
-from relaxlite.passes.loops.edits import split
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import split
 from relaxlite.passes.products.pair_tile import apart, together
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.schedule.primitives.tensorize import tensorize
 from relaxlite.records import dataclass
-from relaxlite.target import Target
-
-_AVAILABLE: Mapping[str, Callable[[Target], bool]] = {
-    "dot2_bf16": lambda target: target.has("avx512bf16"),
-    "dot4_u8s8": lambda target: target.has_dp4a,
-    "dot2_i16": lambda target: target.has_maddubs,
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Dots:
+    """A block's sum by a dot product, an intrinsic by its name."""
+
+    name: str
     body: Allocate  # the block's, with the dot product
     operands: tuple[Buffer, ...]  # that have to be packed in groups
     group: int
 
 
-def dot_products(block: Block, column: For, target: Target) -> Dots | None:
-    """The block, its innermost reduced loop in steps of a dot product; None: none fits or the target has none."""
+def dot_products(block: Block, column: For, is_available: Callable[[str], bool]) -> Dots | None:
+    """The block, its innermost reduced loop in steps of a dot product; None: none that
+    `is_available`, by the name of its intrinsic, fits."""
     if not block.is_pair:
-        return _dot_product(block, column, target)
-    first, second = (_dot_product(Block(block.spatial, body), column, target) for body in apart(block.body))
+        return _dot_product(block, column, is_available)
+    first, second = (_dot_product(Block(block.spatial, body), column, is_available) for body in apart(block.body))
     if first is None or second is None or first.group != second.group:
         return None
-    return Dots(together(first.body, second.body), (*first.operands, *second.operands), first.group)
+    return Dots(first.name, together(first.body, second.body), (*first.operands, *second.operands), first.group)
 
 
-def _dot_product(block: Block, column: For, target: Target) -> Dots | None:
+def _dot_product(block: Block, column: For, is_available: Callable[[str], bool]) -> Dots | None:
     update, reduced = block.update, perfect_nest(block.stmts[1]).loops
     value, loop = update.value, reduced[-1]
     if not isinstance(value, Binary) or value.op != "mul" or update.combine != "add":
@@ -61,12 +58,11 @@ def _dot_product(block: Block, column: For, target: Target) -> Dots | None:
         is_matrix = len(b.indices) > 1 and b.indices[-1] is column.var and b.indices[-2] is loop.var
         if not is_matrix or stride(a, loop.var) != 1 or stride(a, column.var) != 0:
             continue
-        for name, is_available in _AVAILABLE.items():
-            dot = DOT_PRODUCTS[name]
+        for name, dot in DOT_PRODUCTS.items():
             length = as_int(loop.extent)
             kinds = (a.dtype, b.dtype, update.buffer.dtype) == (dot.a, dot.b, dot.total)
-            if kinds and length and length % dot.length == 0 and is_available(target):
-                return Dots(_tensorized(block, loop, name, dot.length), (b.buffer,), dot.length)
+            if kinds and length and length % dot.length == 0 and is_available(name):
+                return Dots(name, _tensorized(block, loop, name, dot.length), (b.buffer,), dot.length)
     return None
 
 
@@ -79,9 +75,9 @@ def _tensorized(block: Block, loop: For, name: str, length: int) -> Allocate:
             return replace(stmt, body=change(stmt.body))
         main, _, _, _ = split(stmt, length)
         assert isinstance(main.body, For)
-        made = tensorize(main, main.body, name)
-        assert isinstance(made, For)
-        return made
+        result = tensorize(main, main.body, name)
+        assert isinstance(result, For)
+        return result
 
     init, reduced, *final = block.stmts
     assert isinstance(reduced, For)

@@ -39,8 +39,8 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, smax, smin, sym
 from relaxlite.passes.loops.access import stride
-from relaxlite.passes.loops.edits import less, nest
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import less, nest
 from relaxlite.passes.products.blocks_amx import FOUND, ROWS, TILES, call_tiles
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.products.register_tile import ColumnPiece, Tile, grid
@@ -49,7 +49,7 @@ from relaxlite.target import Target
 
 SIDE = 2  # tiles of products down, and across
 TOGETHER = 4  # times so many rows go along some columns before a thread takes others
-MOST_BYTES, LEAST_BYTES = 64, 32  # of a row in a tile: steps of less leave the instruction half empty
+MAX_BYTES, MIN_BYTES = 64, 32  # of a row in a tile: steps of less leave the instruction half empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class _Kind:
 
     def step(self, depth: int) -> int | None:
         """How many numbers at a time, the same at each; None: the depth has no divisor that suits."""
-        most, least = MOST_BYTES // self.bytes, LEAST_BYTES // self.bytes
+        most, least = MAX_BYTES // self.bytes, MIN_BYTES // self.bytes
         return next((n for n in range(most, least - 1, -self.group) if depth % n == 0), None)
 
 
@@ -89,7 +89,7 @@ class _Operands:
     step: int
 
 
-def tile_squares(block: Block, column: For, lanes: int, width: int, target: Target) -> tuple[Value, Stmt] | None:
+def amx_dots(block: Block, column: For, lanes: int, width: int, target: Target) -> tuple[Value, Stmt] | None:
     """When there are tiles and rows to fill one, and the code then; None: it is no product that tiles can make.
 
     `width`: how many columns a panel of the weights has, which are packed in groups of rows.
@@ -97,15 +97,15 @@ def tile_squares(block: Block, column: For, lanes: int, width: int, target: Targ
     row = block.row_loop(column)
     if row is None or block.is_pair or lanes != ROWS or (as_int(row.extent) or ROWS) < ROWS:
         return None
-    found = _operands(block, row, column, width, target)
-    if found is None:
+    result = _operands(block, row, column, width, target)
+    if result is None:
         return None
-    tile = _Squares(block.body, row, column, lanes, SIDE * ROWS)
+    tile = _AmxTiles(block.body, row, column, lanes, SIDE * ROWS)
     if not tile.starts_neutral():
         return None
     enough = Binary("and", LibraryFound(TILES, FOUND), less(ROWS - 1, row.extent))
     others = [(o.var, o.extent) for o in block.spatial if o is not column and o is not row]
-    return enough, tile.everywhere(others, found)
+    return enough, tile.everywhere(others, result)
 
 
 def _operands(block: Block, row: For, column: For, width: int, target: Target) -> _Operands | None:
@@ -128,7 +128,7 @@ def _operands(block: Block, row: For, column: For, width: int, target: Target) -
     return _Operands(kind, x, apart * kind.bytes, weight, width * kind.group * kind.bytes, outer, loop.var, depth, step)
 
 
-class _Squares(Tile):
+class _AmxTiles(Tile):
     """Squares of 32 rows by 32 columns."""
 
     __slots__ = ()
@@ -151,7 +151,7 @@ class _Squares(Tile):
         """Sums of 32 rows from `top` on, which are the `turn`-th so many along the columns, and what follows them."""
         first, x, weight = across * (SIDE * ROWS), given.x, given.weight
         number = SymVar("s", lower=0, upper=given.depth // given.step - 1)
-        made = Buffer("products", tuple(map(sym, (SIDE, ROWS, SIDE, ROWS))), self.block.buffer.dtype, "local")
+        buffer = Buffer("products", tuple(map(sym, (SIDE, ROWS, SIDE, ROWS))), self.block.buffer.dtype, "local")
         starts = [smin(top + t * ROWS, self._row.extent - ROWS) for t in range(SIDE)]
 
         def place(load: Load, instead: dict[SymVar, SymExpr]) -> AddressOf:
@@ -168,14 +168,16 @@ class _Squares(Tile):
         dots = [call_tiles(given.kind.routine, n, down, side) for n, (down, side) in enumerate(tiles)]
         kept = [
             call_tiles(
-                "keep", n, AddressOf(made, tuple(map(sym, (down, 0, side, 0))), is_written=True), sym(SIDE * ROWS * 4)
+                "keep", n, AddressOf(buffer, tuple(map(sym, (down, 0, side, 0))), is_written=True), sym(SIDE * ROWS * 4)
             )
             for n, (down, side) in enumerate(tiles)
         ]
         step = seq(*self._asked(given, number, first, turn), *taken, *dots)
         steps = nest([*given.others, For(number, sym(given.depth // given.step), seq())], step)
         sums = seq(*(call_tiles("clear", n) for n in range(len(tiles))), steps)
-        return Allocate(made, seq(sums, *kept, *(self._finish(made, t, starts[t], first, top) for t in range(SIDE))))
+        return Allocate(
+            buffer, seq(sums, *kept, *(self._finish(buffer, t, starts[t], first, top) for t in range(SIDE)))
+        )
 
     def _asked(self, given: _Operands, number: SymVar, first: SymExpr, turn: SymVar) -> list[Prefetch]:
         """Requests for a share of the weights of a step of the next columns."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relaxlite.dtypes import DType
-from relaxlite.ir.intrinsics import HALVES, NEAREST
+from relaxlite.ir.intrinsics import DOT2_INT16, NEAREST
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import (
     Allocate,
@@ -23,8 +23,8 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.passes.loops.edits import fill, split_reduction
-from relaxlite.passes.products.int16_weights import LONGEST, MOST_W, MOST_X
+from relaxlite.passes.loops.transforms import init_accumulators, split_reduction
+from relaxlite.passes.products.int16_weights import LONGEST, MAX_W, MAX_X
 from relaxlite.passes.products.prepared_rows import Product, Products, Rows, Weights
 from relaxlite.passes.products.winograd_loops import LARGEST_POWER
 from relaxlite.passes.products.winograd_weights import TERMS, whole_steps
@@ -35,7 +35,7 @@ _UNIT = 2.0**-16  # of a column's whole numbers as floats, whose length is then 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WordProducts(Products):
+class Int16Products(Products):
     """Of rows of whole numbers, two in an int32: those at t and t + depth / 2."""
 
     @property
@@ -63,7 +63,7 @@ class WordProducts(Products):
         x = [Load(part.x.buffer, (*part.x.indices[:-1], place)) for place in (step, step + self.length)]
         pair = Scalar(weights.w[step, column])
         halves = (pair & _MASK, pair.binary("shift_right", 16))
-        w = [(half - MOST_W).cast("float32") * _UNIT for half in halves]
+        w = [(half - MAX_W).cast("float32") * _UNIT for half in halves]
         terms = Binary("add", *(Binary("mul", a, b.value) for a, b in zip(x, w, strict=True)))
         reduced = For(step, sym(self.length), Store(total, (), terms, "add"))
         width = Scalar(weights.width[column]) * (1 / _UNIT)
@@ -93,7 +93,7 @@ class WordProducts(Products):
 
         def number(place: SymExpr) -> Scalar:
             w = Scalar(Substitute({step.var: place}).value(part.w))
-            return Scalar(Intrinsic(NEAREST, ((w * factor).value,), "int32")) + MOST_W
+            return Scalar(Intrinsic(NEAREST, ((w * factor).value,), "int32")) + MAX_W
 
         word = number(row) | number(row + self.length).binary("shift_left", 16)
         return self._rows_of_weights(For(row, sym(self.length), Seq(())), column, weights.w, word.value)
@@ -111,7 +111,7 @@ class WordProducts(Products):
         has_scale = (square >= 2.0**-LARGEST_POWER) & (square <= 2.0**LARGEST_POWER)  # not of NaN
         is_zero = square.equals(0.0) & peak.equals(0.0)
         most, length = select(has_scale, peak, 1.0), select(has_scale, square, 1.0).unary("sqrt")
-        undo = (most * (1 / MOST_X)).maximum(length * (1 / LONGEST))
+        undo = (most * (1 / MAX_X)).maximum(length * (1 / LONGEST))
         infinite = Scalar(Literal(float("inf"), "float32"))
         scale = select(is_zero, 0.0, select(has_scale, undo, infinite))
         at = (group.lane_row,)
@@ -122,7 +122,7 @@ class WordProducts(Products):
 
         def word(place: SymExpr) -> Value:
             low, high = (
-                Scalar(Intrinsic(NEAREST, (Binary("mul", self._element(group.row, k), powers[r]),), "int32")) + MOST_X
+                Scalar(Intrinsic(NEAREST, (Binary("mul", self._element(group.row, k), powers[r]),), "int32")) + MAX_X
                 for k in (place, place + self.length)
             )
             return (low | high.binary("shift_left", 16)).value
@@ -131,7 +131,7 @@ class WordProducts(Products):
         pairs = self._pairs(first, lambda own, place: _shift_of(rows.prepared, group.row, own, place))
         looked = seq(split_reduction(squared, lanes, 4, zero), split_reduction(compared, lanes, 4, zero))
         body = (
-            *(fill(buffer, literal(0, buffer.dtype), lanes) for buffer in (squares, peaks, shifts)),
+            *(init_accumulators(buffer, literal(0, buffer.dtype), lanes) for buffer in (squares, peaks, shifts)),
             For(r, group.count, looked),
             For(lane, sym(lanes), Store(powers, (lane,), (1.0 / undo).value), "vectorized"),
             For(r, group.count, seq(self._row(rows.prepared, group.row, word), pairs)),
@@ -145,7 +145,7 @@ def _shift_of(prepared: Buffer, row: SymExpr, own: SymExpr, place: SymExpr) -> V
     word, number = Scalar(prepared[row, place]), Scalar(IndexValue(own % TERMS))
     neighbours = Scalar(_products(prepared[row, place], prepared[row, place + 1]))
     is_first = number.equals(0) | number.equals(TERMS // 2)
-    too_large = Scalar(_products(literal(MOST_W | MOST_W << 16, "int32"), word.value))
+    too_large = Scalar(_products(literal(MAX_W | MAX_W << 16, "int32"), word.value))
     return (select(is_first, neighbours, 0) + too_large).value
 
 
@@ -154,4 +154,4 @@ def _sum(a: Value, b: Value) -> Value:
 
 
 def _products(a: Value, b: Value) -> Value:
-    return Intrinsic(HALVES, (literal(0, "int32"), a, b), "int32")
+    return Intrinsic(DOT2_INT16, (literal(0, "int32"), a, b), "int32")

@@ -1,6 +1,6 @@
 """Products with constant weights in integers, where rounding is allowed and additions cost nothing.
 
-`precision="bf16"` allows it in all of a module, the attribute COARSE in one of its functions.
+`precision="bf16"` allows it in all of a module, the attribute RELAXED_PRECISION in one of its functions.
 
 A dot product of two words of 16 bits takes the time of one of two bfloat16, and sums in 32 bits that wrap. So rows of x
 and columns of w become whole numbers of 14 bits, relative to their largest; two of each lie in an int32, and Winograd's
@@ -29,75 +29,72 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from relaxlite.ir.attributes import RELAXED_PRECISION
 from relaxlite.ir.expr import Constant
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import Load, TensorProgram
 from relaxlite.ir.symbolic import IntLike, as_int
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.products.constant_weights import Way, take
-from relaxlite.passes.products.int16_loops import WordProducts
-from relaxlite.passes.products.int16_weights import MOST_DEPTH, steps_of, words_of
+from relaxlite.passes.products.constant_weights import WeightStrategy, take
+from relaxlite.passes.products.int16_loops import Int16Products
+from relaxlite.passes.products.int16_weights import MAX_DEPTH, int16_of, steps_of
 from relaxlite.passes.products.prepared_rows import Product, columns_for_pass
 from relaxlite.target import Target
 
-COARSE: Final = "coarse"
-"""Attribute of a function whose products may be rounded as here, though those of others may not: of a step that only
-fills a cache. Its weights stay as they are stored, for the other functions to read them, and become words panel by
-panel (winograd_widened.py)."""
-COARSE_PRECISIONS: Final = ("auto", "int8")  # in which such functions round
-LEAST_COLUMNS: Final = 64  # see `columns_for_pass`
-LEAST_DEPTH: Final = 96  # terms of a sum
+RELAXED_PRECISIONS: Final = ("auto", "int8")  # in which such functions round
+MIN_COLUMNS: Final = 64  # see `columns_for_pass`
+MIN_DEPTH: Final = 96  # terms of a sum
 
 
 def word_products(module: IRModule, context: PassContext) -> IRModule:
     """Compute products with constant weights in integers where bfloat16 is precise enough and additions are free."""
-    way = way_of(module, context)
+    way = strategy_of(module, context)
     return module if way is None else take(way, module, context)
 
 
-def way_of(module: IRModule, context: PassContext) -> Way | None:
+def strategy_of(module: IRModule, context: PassContext) -> WeightStrategy | None:
     """None: these are no faster on the target, or not precise enough."""
-    target, coarse = context.target, [name for name, f in module.functions().items() if f.attrs.get(COARSE)]
+    target, coarse = context.target, [name for name, f in module.functions().items() if f.attrs.get(RELAXED_PRECISION)]
     is_everywhere = context.precision == "bf16"
-    if not _is_faster(target) or not (is_everywhere or (coarse and context.precision in COARSE_PRECISIONS)):
+    if not _is_fast(target) or not (is_everywhere or (coarse and context.precision in RELAXED_PRECISIONS)):
         return None
     lanes = target.vector_lanes(4)
 
     def is_fit(part: Product) -> bool:
         is_stored = isinstance(part.w, Load) or not is_everywhere
-        return is_stored and is_matrix_for_words(target, part.step.extent, part.column.extent)
+        return is_stored and is_matrix_for_int16(target, part.step.extent, part.column.extent)
 
-    def make(program: TensorProgram, parts: tuple[Product, ...]) -> WordProducts:
-        return WordProducts(program, parts, lanes)
+    def make(program: TensorProgram, parts: tuple[Product, ...]) -> Int16Products:
+        return Int16Products(program, parts, lanes)
 
-    way = Way("word_products", is_fit, make, words_of, "it is faster than in bfloat16")
+    way = WeightStrategy("word_products", is_fit, make, int16_of, "it is faster than in bfloat16")
     if is_everywhere:
         return way
     return replace(way, reason="the function may round, and it is faster than in floats", functions=coarse, keeps=True)
 
 
-def may_be_words(weights: Constant, target: Target) -> bool:
+def may_be_int16(weights: Constant, target: Target) -> bool:
     """Whether `word_products` will take the product of a float32 matrix by this constant."""
     shape, dtype = weights.value.shape, weights.ty.dtype
-    if not _is_faster(target) or dtype != "float32" or not is_matrix_for_words(target, *shape):
+    if not _is_fast(target) or dtype != "float32" or not is_matrix_for_int16(target, *shape):
         return False
     return not isinstance(steps_of(weights.value), str)
 
 
-def are_words(target: Target, precision: str, *shape: int) -> bool:
+def are_int16(target: Target, precision: str, *shape: int) -> bool:
     """Whether a function that may round multiplies by such a matrix (k, n) in words, where others do not."""
-    return _is_faster(target) and precision in COARSE_PRECISIONS and is_matrix_for_words(target, *shape)
+    return _is_fast(target) and precision in RELAXED_PRECISIONS and is_matrix_for_int16(target, *shape)
 
 
-def _is_faster(target: Target) -> bool:
+def _is_fast(target: Target) -> bool:
     """Than dot products of bfloat16, or tiles of it."""
     return target.cpu_facts.adds_beside_fmas and not target.has("amx-bf16")
 
 
-def is_matrix_for_words(target: Target, *shape: IntLike) -> bool:
+def is_matrix_for_int16(target: Target, *shape: IntLike) -> bool:
     """Of known sizes (..., k, n), the others ones, as filters of one pixel are: rows that go in pairs and give as much
     work as the pass over x takes."""
     *ones, depth, columns = (as_int(size) for size in shape)
     if any(size != 1 for size in ones) or depth is None or columns is None or depth % 2:
         return False
-    return LEAST_DEPTH <= depth <= MOST_DEPTH and columns >= columns_for_pass(LEAST_COLUMNS, target)
+    return MIN_DEPTH <= depth <= MAX_DEPTH and columns >= columns_for_pass(MIN_COLUMNS, target)

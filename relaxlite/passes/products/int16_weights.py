@@ -9,8 +9,8 @@ import numpy as np
 from relaxlite.ir.expr import Constant
 from relaxlite.passes.products.winograd_weights import TERMS, lengths_of, problem_of, whole_steps
 
-MOST_X, MOST_W = 10922, 5461
-"""The largest whole numbers of rows and columns. From 0 on, x + MOST_X and w + MOST_W, their sum is below 2**15: words
+MAX_X, MAX_W = 10922, 5461
+"""The largest whole numbers of rows and columns. From 0 on, x + MAX_X and w + MAX_W, their sum is below 2**15: words
 that lie two in an int32 are added without a carry, and stay signed words. Rows get more, as few of their elements
 are large, which are all that the others are rounded by."""
 
@@ -18,15 +18,15 @@ LONGEST = 46000
 """Of a row's and a column's whole numbers, the length (2-norm) at most: the sum of their products is below 2**31 by
 Cauchy and Schwarz, though partial sums may wrap. Rounding adds at most half a square root of the depth."""
 
-MOST_DEPTH = 7280
+MAX_DEPTH = 7280
 """Of a sum. Up to here rounding moves a row by at most 2**-8 of its length, as bfloat16 may each element: sqrt(depth)
-halves of a step of 1/MOST_X of the largest element."""
+halves of a step of 1/MAX_X of the largest element."""
 
 _ERROR = 2.0**-8
 _SMALLEST = 2.0**-100  # columns whose largest weight is smaller are taken for zeros
 
 
-def words_of(weights: Constant) -> tuple[Constant, ...] | str:
+def int16_of(weights: Constant) -> tuple[Constant, ...] | str:
     """Weights float32 (..., k, n), the other dimensions ones and k even, as int32 (k / 2 in whole steps, n) of two
     words each, those of rows t and t + k / 2; what is taken off the sums of a column (n); and what a column's whole
     numbers are multiplied by (n). Or why these weights are none for this."""
@@ -40,11 +40,11 @@ def words_of(weights: Constant) -> tuple[Constant, ...] | str:
     scaled = w * (1 / np.where(is_zero, np.float32(1), width))  # in float32, as programs do that make words themselves
     scaled[:, is_zero] = 0
     numbers = np.rint(scaled, out=scaled).astype(np.int32)
-    numbers += MOST_W
+    numbers += MAX_W
     low, high = numbers[: depth // 2], numbers[depth // 2 :]
     room = np.zeros((whole_steps(depth // 2), columns), np.int32)
     np.bitwise_or(low, high << 16, out=room[: depth // 2])
-    taken = MOST_X * numbers.sum(axis=0, dtype=np.int64) - depth * MOST_X * MOST_W
+    taken = MAX_X * numbers.sum(axis=0, dtype=np.int64) - depth * MAX_X * MAX_W
     for part in (low, high):
         for first in (0, TERMS // 2):
             second = part[first + 1 :: TERMS]
@@ -60,7 +60,7 @@ def steps_of(w: np.ndarray) -> np.ndarray | str:
     if (problem := problem_of(w, length)) is not None:
         return problem
     peak = np.abs(w).max(axis=0)
-    step = np.where(peak < _SMALLEST, 0, np.maximum(peak / MOST_W, length / LONGEST))
+    step = np.where(peak < _SMALLEST, 0, np.maximum(peak / MAX_W, length / LONGEST))
     if (math.sqrt(len(w)) * step / 2 > _ERROR * length).any():
         return "has a column that would lose more than in bfloat16"
     return step

@@ -10,7 +10,7 @@ Several matrices B[e, k, n] of which a tile reads one stay apart: P[e, j // widt
 
 A program is changed where all its calls pass constants; the schedule names the operands (attribute `panels`: input,
 width; `groups`: input, group; `apart`: inputs). Programs that read the same large constants read the panels too; those
-with the attribute FOLLOWS read all that they read as others have it packed.
+with the attribute INHERITS_LAYOUT read all that they read as others have it packed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from relaxlite.ir.attributes import INHERITS_LAYOUT, PANELS, PREFETCH_BYTES, ROW_GROUPS, STACKED
 from relaxlite.ir.expr import Attrs, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import (
-    AHEAD,
     AddressOf,
     Buffer,
     Compare,
@@ -46,11 +46,11 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.records import dataclass
 
-FOLLOWS = "follows"  # attribute of a program that reads weights as others have them packed, and packs none itself
 SHARED_BYTES = 1 << 20  # of a constant that is worth reading in another layout for the sake of one copy
 
 
 def pack_constants(module: IRModule) -> IRModule:
+    """Lay constant weights out as the schedules of their programs read them."""
     wanted = {name: panels for name, p in module.programs().items() if (panels := _panels(p))}
     for call in program_calls(module):
         if call.callee.name in wanted:
@@ -80,13 +80,13 @@ def _other_readers(module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]
         packed.update({id(value): panels[k] for k, value in constants.items()})
         if any(value.nbytes >= SHARED_BYTES for value in constants.values()):  # and with it its scales, for one
             large.update(id(value) for value in constants.values())
-    follows = {name for name, program in module.programs().items() if program.attrs.get(FOLLOWS)}
+    follows = {name for name, program in module.programs().items() if program.attrs.get(INHERITS_LAYOUT)}
     read: dict[tuple[str, int], _Layout | None] = {}  # (program, input) -> how all its calls pass it; None: not alike
     for call in program_calls(module):
         for k, arg in enumerate(call.args):
             place, key = (call.callee.name, k), id(arg.value) if isinstance(arg, Constant) else None
-            found = packed.get(key) if key is not None and (key in large or call.callee.name in follows) else None
-            read[place] = found if read.get(place, found) == found else None
+            result = packed.get(key) if key is not None and (key in large or call.callee.name in follows) else None
+            read[place] = result if read.get(place, result) == result else None
     readers: dict[str, dict[int, _Layout]] = {}
     for (name, k), layout_of in read.items():
         if layout_of is not None and k not in wanted.get(name, {}):
@@ -132,9 +132,9 @@ class _Layout:
 
 def _panels(program: TensorProgram) -> dict[int, _Layout]:
     """Input -> layout."""
-    if program.attrs.get(FOLLOWS):
+    if program.attrs.get(INHERITS_LAYOUT):
         return {}
-    widths, groups, apart = (program.attrs.get(name, ()) for name in ("panels", "groups", "apart"))
+    widths, groups, apart = (program.attrs.get(name, ()) for name in (PANELS, ROW_GROUPS, STACKED))
     assert isinstance(widths, tuple) and isinstance(groups, tuple) and isinstance(apart, tuple)
     width_of: dict[int, int] = dict(widths)  # type: ignore[arg-type]
     group_of: dict[int, int] = dict(groups)  # type: ignore[arg-type]
@@ -143,10 +143,11 @@ def _panels(program: TensorProgram) -> dict[int, _Layout]:
 
 def pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> TensorProgram:
     """The program with these inputs packed, of those that its schedule names."""
-    attrs = {name: value for name, value in program.attrs.items() if name not in ("panels", "groups", "apart", AHEAD)}
-    ahead: Any = program.attrs.get(AHEAD, ())
+    wanted = (PANELS, ROW_GROUPS, STACKED, PREFETCH_BYTES)
+    attrs = {name: value for name, value in program.attrs.items() if name not in wanted}
+    ahead: Any = program.attrs.get(PREFETCH_BYTES, ())
     if streams := tuple((k, count) for k, count in ahead if k in panels):  # what is not packed is read in other places
-        attrs[AHEAD] = streams
+        attrs[PREFETCH_BYTES] = streams
     packed: dict[Buffer, tuple[Buffer, _Layout]] = {}
     for k, layout in panels.items():
         old = program.params[k]
@@ -157,7 +158,7 @@ def pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> Tenso
     return replace(program, params=params, body=body, attrs=Attrs(attrs))
 
 
-def _asks_for_routine(cond: Value) -> bool:
+def _calls_routine(cond: Value) -> bool:
     return any(isinstance(value, LibraryFound) for value in walk_values(cond))
 
 
@@ -170,7 +171,7 @@ class _PackLoads(ProgramRewriter):
         self._packed, self._loose = packed, loose
 
     def stmt(self, stmt: Stmt) -> Stmt:
-        if isinstance(stmt, IfThenElse) and _asks_for_routine(stmt.cond) and self._takes_loose(stmt.then):
+        if isinstance(stmt, IfThenElse) and _calls_routine(stmt.cond) and self._takes_loose(stmt.then):
             return self.stmt(stmt.other or Seq(()))
         if not isinstance(stmt, Prefetch) or stmt.buffer not in self._packed.keys() | self._loose:
             return super().stmt(stmt)
@@ -218,8 +219,8 @@ class _Packer:
         if key not in self._done:
             packed = layout.packed(constant.value)  # a view, where it can be one: copied when the weights are gathered
             ty = TensorType.of(packed.shape, constant.ty.dtype)
-            made = Constant(packed, ty, constant.name)
-            self._done[key] = constant, made  # keeps the source alive, and so its id its own
+            result = Constant(packed, ty, constant.name)
+            self._done[key] = constant, result  # keeps the source alive, and so its id its own
         return self._done[key][1]
 
 

@@ -16,8 +16,8 @@ from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import Allocate, Buffer, For, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ReplaceLoads, Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.passes.loops.edits import nest
 from relaxlite.passes.loops.pattern import Reduction, perfect_nest, reduction_of
+from relaxlite.passes.loops.transforms import nest
 from relaxlite.passes.products.register_tile import ColumnPiece, Tile, TileLoops
 from relaxlite.records import dataclass
 
@@ -91,10 +91,10 @@ class PairTile(Tile):
         place = (row.var, part.var * self.lanes + lane.var)
         loops = replace(row, extent=height, kind="serial"), replace(part, kind="serial"), lane
         epilogue = self._last(loops, at, [Load(tile, place) for tile in done], masked=piece.masked)
-        made = seq(self._by_height(height, body), epilogue)
+        code = seq(self._by_height(height, body), epilogue)
         for tile in reversed(done):
-            made = Allocate(tile, made)
-        return made
+            code = Allocate(tile, code)
+        return code
 
     def _into(self, done: list[Buffer], piece: ColumnPiece, rows: int, first: SymExpr, top: SymExpr) -> Stmt:
         """The sums of both in so many rows, stored to `done`."""

@@ -36,13 +36,13 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.records import dataclass
 
 LINE = 64  # bytes that come from memory together
-LEAST_BLOCKS = 2
+MIN_BLOCKS = 2
 Rows: TypeAlias = "Callable[[SymExpr], tuple[tuple[SymExpr, ...], ...]]"  # those that a step reads
 ONE = 1 << 16  # line: rates of lines per step are fractions of this
 
 
 @dataclass(frozen=True, slots=True)
-class Asks:
+class PanelPrefetch:
     """How tiles ask for panels: for their own `ahead` steps before they read it (0: not at all), and for the next.
     `cache`: to which one lines of their own come."""
 
@@ -51,7 +51,7 @@ class Asks:
     cache: OneOf[1, 2] = 1
 
 
-def requests_of(asks: Asks, update: Stmt, column: SymVar, first: SymExpr, width: int) -> Requests | None:
+def prefetcher_of(asks: PanelPrefetch, update: Stmt, column: SymVar, first: SymExpr, width: int) -> Prefetcher | None:
     """What tiles ask for whose first column is `first`. `update`: what sums up an element in column `column`. None: it
     is no sum along the rows of one panel."""
     operands = panel_operands(update, column)
@@ -65,7 +65,7 @@ def requests_of(asks: Asks, update: Stmt, column: SymVar, first: SymExpr, width:
     return NextPanel(column, first, width, lines, SymVar("is_on", lower=0, upper=1), begin, end)
 
 
-class Requests(ABC):
+class Prefetcher(ABC):
     """What tiles ask for while they sum up."""
 
     __slots__ = ()
@@ -94,7 +94,7 @@ class Requests(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class PanelRequests(Requests):
+class PanelPrefetcher(Prefetcher):
     """For what the tiles of one column of tiles read themselves, or those of the next."""
 
     column: SymVar
@@ -117,10 +117,10 @@ class PanelRequests(Requests):
 
 
 @dataclass(frozen=True, slots=True)
-class BothPanels(PanelRequests):
+class BothPanels(PanelPrefetcher):
     """Lines of the own panel, and of the next."""
 
-    asks: Asks
+    asks: PanelPrefetch
     rate: SymVar  # lines of the next panel per step, times ONE; 0 for one block alone, which asks for one line for ever
     block: SymVar  # the number of the row block
 
@@ -128,7 +128,7 @@ class BothPanels(PanelRequests):
         if not self.asks.for_next:
             return {}
         even = smin(self.lines * ONE // smax(blocks, 1), ONE)
-        return {self.block: sym(block), self.rate: even * smin(blocks // LEAST_BLOCKS, 1)}
+        return {self.block: sym(block), self.rate: even * smin(blocks // MIN_BLOCKS, 1)}
 
     def _requests(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
         line, ahead = LINE // dtypes.itemsize(operand.dtype), rows(step + self.asks.ahead)
@@ -143,7 +143,7 @@ class BothPanels(PanelRequests):
 
 
 @dataclass(frozen=True, slots=True)
-class NextPanel(PanelRequests):
+class NextPanel(PanelPrefetcher):
     """Lines of the next panel, by the last row blocks."""
 
     is_on: SymVar  # 1 in a row block that asks, else 0
@@ -159,22 +159,22 @@ class NextPanel(PanelRequests):
             return turn * (lines // asking) + smin(turn, lines % asking)
 
         return {
-            self.is_on: smax(smin(turn + 1, smin(blocks - LEAST_BLOCKS + 1, 1)), 0),
+            self.is_on: smax(smin(turn + 1, smin(blocks - MIN_BLOCKS + 1, 1)), 0),
             self.begin: start(smax(turn, 0)),
             self.end: start(smax(turn, 0) + 1) - 1,
         }
 
     def _requests(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
         line, start = LINE // dtypes.itemsize(operand.dtype), self.first + self.is_on * self.width
-        most = range(-(-self.lines // LEAST_BLOCKS))
+        most = range(-(-self.lines // MIN_BLOCKS))
         columns = [start + smin(self.begin + k, self.end) * line for k in most]
         return [Prefetch(operand, (*row, column)) for row in rows(step * self.is_on) for column in columns]
 
 
 @dataclass(frozen=True, slots=True)
-class NextPart(Requests):
+class NextPart(Prefetcher):
     """Of a panel that is made of what is stored otherwise, what the next part of it will be made of. All row blocks ask
-    where that `is_spread`, else the first one.
+    where that `is_interleaved`, else the first one.
 
     `lines`: those of a step in a block of this number, or if not spread those of a step, or any of them where the
     second is 0 and not 1. `symbol` stands for the second.
@@ -182,10 +182,10 @@ class NextPart(Requests):
 
     lines: Callable[[SymExpr, SymExpr], list[Prefetch]]
     symbol: SymVar
-    is_spread: bool
+    is_interleaved: bool
 
     def _values(self, blocks: SymExpr, block: SymExpr) -> dict[SymVar, SymExpr]:
-        return {self.symbol: block if self.is_spread else smax(1 - block, 0)}
+        return {self.symbol: block if self.is_interleaved else smax(1 - block, 0)}
 
     def asked(self, update: For, step: SymExpr) -> list[Prefetch]:
         return self.lines(step, self.symbol)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from relaxlite.dtypes import DType
+from relaxlite.ir.attributes import IN_PLACE, MIN_PREPARED_ROWS
 from relaxlite.ir.expr import Array, Attrs
 from relaxlite.ir.layout import flat_offset
 from relaxlite.ir.ops.scalars import literal
@@ -43,19 +44,16 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, product, smin, substitute, sym
-from relaxlite.passes.loops.constant_values import matrix_of
-from relaxlite.passes.loops.edits import collect, fill, less, nest
-from relaxlite.passes.loops.in_place import IN_PLACE, Pairs, in_place_pairs
-from relaxlite.passes.loops.join_parallel import reads_only_where_written
+from relaxlite.passes.loops.constant_values import evaluate_matrix
+from relaxlite.passes.loops.in_place import Pairs, in_place_pairs
+from relaxlite.passes.loops.join_parallel import read_only_by_writers
 from relaxlite.passes.loops.pattern import perfect_nest, top_stages
+from relaxlite.passes.loops.transforms import init_accumulators, less, nest, reduce_accumulators
 from relaxlite.passes.products.reduction import Block
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 ROW_UNIT = 4  # the greatest of which heights of tiles are multiples
-VARIANTS = "variants"
-"""Attribute of a program whose stages stand in branches of which one runs: the least rows of the one out of prepared
-rows."""
 PERIOD = 3  # vectors after which pairs begin at the same lanes again: 48 elements are 8 steps
 
 
@@ -93,7 +91,7 @@ class Product:
         of_columns = {load.buffer for load in reads if load.indices[-1:] == (column,)}
         given = zip(self.stored, constants, strict=True)
         some = {buffer: each[..., start:end] if buffer in of_columns else each for buffer, each in given}
-        return matrix_of(self.w, self.step.var, column, (depth, end - start), some)
+        return evaluate_matrix(self.w, self.step.var, column, (depth, end - start), some)
 
     @property
     def rows(self) -> tuple[For, ...]:
@@ -249,7 +247,7 @@ class Products(ABC):
         replaced = {part.stored[0]: each.w for part, each in pairs if not part.is_kept}
         beside = [buffer for each in weights for buffer in (each.offset, each.width)]
         inputs = (*(replaced.get(b, b) for b in self.whole.inputs), *beside)
-        attrs = Attrs({**self.whole.attrs, VARIANTS: self.least_rows, IN_PLACE: self._in_place(len(beside))})
+        attrs = Attrs({**self.whole.attrs, MIN_PREPARED_ROWS: self.least_rows, IN_PLACE: self._in_place(len(beside))})
         checks = [s for s in top_stages(self.whole) if isinstance(s, Check)]
         return replace(self.whole, params=(*inputs, *self.whole.outputs), body=seq(*checks, body), attrs=attrs)
 
@@ -277,7 +275,7 @@ class Products(ABC):
         pairs = [
             (x, out + more)
             for x, out in in_place_pairs(whole)[0]
-            if reads_only_where_written(top_stages(whole), whole.params[x], whole.params[out])
+            if read_only_by_writers(top_stages(whole), whole.params[x], whole.params[out])
         ]
         return tuple(pairs)
 
@@ -341,7 +339,12 @@ class Products(ABC):
         body = For(part, sym(PERIOD), For(lane, sym(self.lanes), store, "vectorized"), "unrolled")
         steps = For(step, sym(-(-self.length // (PERIOD * self.lanes))), body)
         return Allocate(
-            partial, seq(fill(partial, zero, self.lanes), steps, collect(total, partial, PERIOD, self.lanes))
+            partial,
+            seq(
+                init_accumulators(partial, zero, self.lanes),
+                steps,
+                reduce_accumulators(total, partial, PERIOD, self.lanes),
+            ),
         )
 
 

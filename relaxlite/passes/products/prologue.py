@@ -26,14 +26,14 @@ from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import Allocate, Binary, Buffer, Cast, For, IndexValue, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, value_children, walk_values
 from relaxlite.ir.symbolic import FloorDiv, SymExpr, SymVar, as_int, sym
-from relaxlite.passes.loops.edits import GuardLoads, nest, when_positive
 from relaxlite.passes.loops.pattern import perfect_nest
-from relaxlite.passes.products.panel_prefetch import Requests
+from relaxlite.passes.loops.transforms import GuardLoads, nest, when_positive
+from relaxlite.passes.products.panel_prefetch import Prefetcher
 from relaxlite.records import dataclass
 
 ENOUGH_SUMS = 8  # vectors of independent sums that hide the latency of their additions
 UNROLLED_SUMS = 20  # vectors of sums at most where those steps are unrolled: with more, registers run out
-MOST_SHARED = 8  # steps that are unrolled as they share an element of memory
+MAX_SHARED = 8  # steps that are unrolled as they share an element of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,11 @@ def find_prologue(update: Stmt, column: SymVar, row: SymVar | None) -> Prologue 
 
 def symbols_of(value: Value) -> set[SymVar]:
     """The symbols that the value's indices depend on."""
-    found: set[SymVar] = set()
+    symbols: set[SymVar] = set()
     for part in walk_values(value):
         indices = part.indices if isinstance(part, Load) else (part.index,) if isinstance(part, IndexValue) else ()
-        found.update(v for index in indices for v in index.free_vars())
-    return found
+        symbols.update(v for index in indices for v in index.free_vars())
+    return symbols
 
 
 def _moves(value: Value, var: SymVar) -> bool:
@@ -95,23 +95,23 @@ def _moves(value: Value, var: SymVar) -> bool:
 
 def _divisors(value: Value, var: SymVar) -> list[int]:
     """The constants c of indices var // c."""
-    found = []
+    result = []
     for load in walk_values(value):
         for index in load.indices if isinstance(load, Load) else ():
             atoms = [atom for monomial, _ in index.terms for atom in monomial]
             steps = [as_int(a.b) for a in atoms if isinstance(a, FloorDiv) and a.a is var]
-            found += [c for c in steps if c is not None and c > 1]
-    return found
+            result += [c for c in steps if c is not None and c > 1]
+    return result
 
 
 def shared_steps(value: Value, var: SymVar) -> int:
     """How many steps, few enough to be unrolled, read one element of some buffer."""
-    return max((c for c in _divisors(value, var) if c <= MOST_SHARED), default=1)
+    return max((c for c in _divisors(value, var) if c <= MAX_SHARED), default=1)
 
 
 def _group(value: Value, var: SymVar) -> int:
     """Beyond what is unrolled anyway, the steps along which the slowest load stays."""
-    return max((c for c in _divisors(value, var) if c > MOST_SHARED), default=0)
+    return max((c for c in _divisors(value, var) if c > MAX_SHARED), default=0)
 
 
 def _stays(value: Value, var: SymVar, group: int) -> bool:
@@ -155,15 +155,15 @@ class Stream:
         loops: tuple[For, For, For],
         at: dict[SymVar, SymExpr],
         guard: Value | None,
-        requests: Requests | None = None,
+        requests: Prefetcher | None = None,
     ) -> tuple[Allocate, Load]:
         """The sums of a tile by the reduced loop `update`, and one of them in the tile's loops. `at` says what column
         and row are in these; `guard` masks columns; `requests`: what the steps ask for."""
-        found = find_prologue(update, self.column, self.row)
-        assert found is not None
+        prologue = find_prologue(update, self.column, self.row)
+        assert prologue is not None
         if self.panel is not None:  # the whole operand, and all steps alike
-            found = replace(found, inner=found.operand, scale=None, group=0)
-        return _StreamedTile(self, found, element, init, loops, at, guard, requests).code()
+            prologue = replace(prologue, inner=prologue.operand, scale=None, group=0)
+        return _StreamedTile(self, prologue, element, init, loops, at, guard, requests).code()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class _StreamedTile:
     loops: tuple[For, For, For]
     at: dict[SymVar, SymExpr]
     guard: Value | None
-    requests: Requests | None
+    requests: Prefetcher | None
 
     @property
     def _counts(self) -> tuple[int, int]:
@@ -195,18 +195,18 @@ class _StreamedTile:
         return self.stream.enough_sums == 1
 
     def code(self) -> tuple[Allocate, Load]:
-        found, (count, wide) = self.found, self._counts
+        result, (count, wide) = self.found, self._counts
         shape = tuple(loop.extent for loop in self.loops)
         total = Buffer(self.element.name, shape, self.element.dtype, "local")
         part = Buffer(f"{self.element.name}_part", (sym(self._copies), *shape), self.element.dtype, "local")
         place = tuple(loop.var for loop in self.loops)
         sum_of_part: Value = Load(part, (sym(0), *place))
-        by_group = found.group > 0 and (1 + self._copies) * count + wide + 2 <= self.stream.registers
-        factored = not self._is_single and found.scale is not None and (by_group or not found.group)
-        if factored and found.scale is not None:
-            sum_of_part = Binary("mul", sum_of_part, self._guarded(found.scale))
-        operand = found.inner if factored else found.operand
-        if factored and found.group:
+        by_group = result.group > 0 and (1 + self._copies) * count + wide + 2 <= self.stream.registers
+        factored = not self._is_single and result.scale is not None and (by_group or not result.group)
+        if factored and result.scale is not None:
+            sum_of_part = Binary("mul", sum_of_part, self._guarded(result.scale))
+        operand = result.inner if factored else result.operand
+        if factored and result.group:
             begin = self._each(Store(total, place, self.init.value))
             body = self._groups(part, operand, Store(total, place, sum_of_part, "add"))
         else:
@@ -228,19 +228,19 @@ class _StreamedTile:
 
     def _groups(self, part: Buffer, operand: Value, after: Store | None = None) -> Stmt:
         """All steps, group by group; each begins with sums of nothing if something comes after it."""
-        found = self.found
-        if not found.group:
-            return self._steps(part, operand, sym(0), found.loop.extent)
+        result = self.found
+        if not result.group:
+            return self._steps(part, operand, sym(0), result.loop.extent)
 
         def group(start: SymExpr, count: SymExpr) -> Stmt:
             steps = self._steps(part, operand, start, count)
             if after is not None:
-                end = self._each(after, {found.loop.var: start})
+                end = self._each(after, {result.loop.var: start})
                 steps = seq(self._clear(part), steps, self._fold(part), end)
             return Substitute(fresh=True).stmt(steps)
 
-        number, size = SymVar("group", lower=0), sym(found.group)
-        whole, rest = found.loop.extent // size, found.loop.extent % size
+        number, size = SymVar("group", lower=0), sym(result.group)
+        whole, rest = result.loop.extent // size, result.loop.extent % size
         main = For(number, whole, group(number * size, size))
         return seq(*when_positive(whole, main), *when_positive(rest, group(whole * size, rest)))
 
@@ -258,8 +258,8 @@ class _StreamedTile:
         main = For(step, count // width, For(inner, sym(width), first, "unrolled"))
         last = For(rest, count % width, self._step(part, operand, start + count // width * width + rest, sym(0)))
         steps = seq(*when_positive(count // width, main), *when_positive(count % width, last))
-        made = seq(*(self._each(Store(b, self._across, v), {found.loop.var: start}, wide=True) for b, v in kept))
-        steps = seq(made, Substitute(fresh=True).stmt(steps))
+        result = seq(*(self._each(Store(b, self._across, v), {found.loop.var: start}, wide=True) for b, v in kept))
+        steps = seq(result, Substitute(fresh=True).stmt(steps))
         for buffer, _ in kept:
             steps = Allocate(buffer, steps)
         return steps
@@ -270,13 +270,13 @@ class _StreamedTile:
 
     def _kept(self, operand: Value, room: int) -> tuple[Value, list[tuple[Buffer, Value]]]:
         """The operand with values that stay for the steps read from registers, as many as there is room for."""
-        found: dict[int, tuple[Buffer, Value]] = {}
+        result: dict[int, tuple[Buffer, Value]] = {}
         for value in _staying(operand, self.found.loop.var, self.found.group):
-            if len(found) < room and value.dtype not in ("bool",):
+            if len(result) < room and value.dtype not in ("bool",):
                 shape = tuple(loop.extent for loop in self.loops[1:])
-                found[id(value)] = Buffer("kept", shape, value.dtype, "local"), self._guarded(value)
-        instead = {key: Load(buffer, self._across) for key, (buffer, _) in found.items()}
-        return Instead(instead).value(operand), list(found.values())
+                result[id(value)] = Buffer("kept", shape, value.dtype, "local"), self._guarded(value)
+        instead = {key: Load(buffer, self._across) for key, (buffer, _) in result.items()}
+        return Replacement(instead).value(operand), list(result.values())
 
     def _step(self, part: Buffer, operand: Value, k: SymExpr, copy: SymExpr) -> Stmt:
         """Makes the operand's vectors and adds the products."""
@@ -317,10 +317,10 @@ def _staying(value: Value, var: SymVar, group: int) -> tuple[Value, ...]:
     """The largest parts of a value that load something and stay the same for a group of steps."""
     if _stays(value, var, group):
         return (value,) if any(isinstance(v, Load) for v in walk_values(value)) else ()
-    return tuple(found for child in value_children(value) for found in _staying(child, var, group))
+    return tuple(result for child in value_children(value) for result in _staying(child, var, group))
 
 
-class Instead(ProgramRewriter):
+class Replacement(ProgramRewriter):
     """Other values in place of values, which are named by their ids."""
 
     def __init__(self, instead: Mapping[int, Value]) -> None:

@@ -34,16 +34,16 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
 from relaxlite.passes.loops.access import can_fuse, stride
-from relaxlite.passes.loops.edits import fuse, less, with_variant
-from relaxlite.passes.loops.parallel import writes_apart
+from relaxlite.passes.loops.parallel import has_disjoint_writes
 from relaxlite.passes.loops.pattern import perfect_nest, reduction_of
+from relaxlite.passes.loops.transforms import fuse, less, select_version
 from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.pair_tile import PairTile, apart, pair_of
-from relaxlite.passes.products.panel_prefetch import LINE, Asks
+from relaxlite.passes.products.panel_prefetch import LINE, PanelPrefetch
 from relaxlite.passes.products.prologue import Prologue, Stream, find_prologue
 from relaxlite.passes.products.register_tile import (
     ENOUGH_SUMS,
-    MOST_BLOCKS,
+    MAX_BLOCKS,
     PANEL_STEPS,
     ColumnPiece,
     Fill,
@@ -55,7 +55,7 @@ from relaxlite.passes.products.register_tile import (
 )
 from relaxlite.records import dataclass
 
-MOST_ROWS = 8
+MAX_ROWS = 8
 FEW_STEPS, MANY_ROWS = 128, 64  # of a reduction whose tiles follow each other along rows
 MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
@@ -79,7 +79,7 @@ def tiled(
     choice: ScheduleChoice = DEFAULT,
     *,
     hides_conversions: bool = True,
-    asks: Asks | None = None,
+    asks: PanelPrefetch | None = None,
     shape: RowShape | None = None,
 ) -> Stmt:
     """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
@@ -91,14 +91,18 @@ def tiled(
     kind = PairTile.of if block.is_pair else Tile
     tile = kind(body or block.body, row, column, lanes, rows, choice.sums or ENOUGH_SUMS)
     tile = replace(tile, least_rows=shape.least, row_unit=shape.unit, together=shape.together)
-    found = prologues_of(block, column) if body is None else ()
-    has_panels = bool(found) and row is not None and not (hides_conversions and all(each.is_cheap for each in found))
+    prologues = prologues_of(block, column) if body is None else ()
+    has_panels = (
+        bool(prologues) and row is not None and not (hides_conversions and all(each.is_cheap for each in prologues))
+    )
     if has_panels and choice.sums == ONE_SUM:
-        period = math.lcm(*(each.period for each in found))
+        period = math.lcm(*(each.period for each in prologues))
         tile = replace(tile, part=-(-PANEL_STEPS // period) * period)
-    if len(found) == 1:
+    if len(prologues) == 1:
         tile = replace(tile, asks=asks)
-        return tiled_prologue(tile, found[0], block.spatial, vectors, registers, hides_conversions=hides_conversions)
+        return tiled_prologue(
+            tile, prologues[0], block.spatial, vectors, registers, hides_conversions=hides_conversions
+        )
     pieces = column_pieces(column.extent, lanes, vectors)
     if not pieces:
         return Seq(())
@@ -113,10 +117,10 @@ def tiled(
     tile = replace(tile, asks=None if rows_outside else asks)
     tiles = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
     usual = grid([*others, down, across] if rows_outside else [*others, across, down], tiles)
-    if row is None or not found or hides_conversions:
+    if row is None or not prologues or hides_conversions:
         return usual
-    staged = over_panels(_higher(tile), [each.operand for each in found], pieces, others)
-    return with_variant(less(row.extent, rows + 1), usual, staged)
+    staged = over_panels(_higher(tile), [each.operand for each in prologues], pieces, others)
+    return select_version(less(row.extent, rows + 1), usual, staged)
 
 
 def _in_groups(tile: Tile, pieces: Sequence[ColumnPiece], others: Sequence[tuple[SymVar, SymExpr]]) -> Stmt:
@@ -135,8 +139,8 @@ def prologues_of(block: Block, column: For) -> tuple[Prologue, ...]:
     none: that of some sum is a plain load."""
     row = block.row_loop(column)
     bodies = apart(block.body) if block.is_pair else (block.body,)
-    found = [_prologue(Block(block.spatial, body), column, row) for body in bodies]
-    return tuple(each for each in found if each is not None) if None not in found else ()
+    result = [_prologue(Block(block.spatial, body), column, row) for body in bodies]
+    return tuple(each for each in result if each is not None) if None not in result else ()
 
 
 def _prologue(block: Block, column: For, row: For | None) -> Prologue | None:
@@ -171,7 +175,7 @@ def tiled_prologue(
     if row is None or (found.is_cheap and hides_conversions):
         return streamed
     staged = over_panels(_higher(replace(tile, asks=None)), [found.operand], pieces, others)
-    return with_variant(less(row.extent, tile.most_rows + 1), streamed, staged)
+    return select_version(less(row.extent, tile.most_rows + 1), streamed, staged)
 
 
 def over_panels(
@@ -184,7 +188,7 @@ def over_panels(
     """Tiles whose row blocks share panels of the columns' operands; many blocks are shared out."""
     blocks = tile.rows.count
     across = _counter(f"{tile.column.var.name}o", sum((p.count for p in pieces), sym(0)))
-    share, shares = SymVar("share", lower=0), ceildiv(blocks, MOST_BLOCKS)
+    share, shares = SymVar("share", lower=0), ceildiv(blocks, MAX_BLOCKS)
     run = share * blocks // shares, (share + 1) * blocks // shares
     tiles = by_piece(pieces, across[0], lambda piece, number: tile.over_panels(piece, number, run, operands, fill))
     return Substitute(fresh=True).stmt(grid([*others, (share, shares), across], tiles))
@@ -228,15 +232,15 @@ def panel_widths(
     width, columns = panel_width(block, column, lanes, registers, choice), as_int(column.extent)
     if columns is None or (columns <= width and columns % lanes == 0):
         return {}
-    found: dict[Buffer, int] = {}
+    result: dict[Buffer, int] = {}
     for load in block.loads():
         is_last = len(load.indices) > 1 and load.indices[-1] is column.var
         if is_last and not any(column.var in index.free_vars() for index in load.indices[:-1]):
-            found[load.buffer] = width
-    return found
+            result[load.buffer] = width
+    return result
 
 
-def asked_ahead(panels: Iterable[Buffer], most: int) -> dict[Buffer, int]:
+def prefetch_distances(panels: Iterable[Buffer], most: int) -> dict[Buffer, int]:
     """How far ahead each of the panels of one product is asked for, in lines: the longest `most` bytes, the others in
     step."""
     rows = {b: (as_int(b.shape[0]) or 1) * dtypes.itemsize(b.dtype) for b in panels}
@@ -256,7 +260,7 @@ def _vectors(column: For, lanes: int, registers: int, choice: ScheduleChoice, su
 
 
 def _rows(row: For, vectors: int, registers: int, choice: ScheduleChoice) -> int:
-    most = choice.rows or max(1, min(MOST_ROWS, _accumulators(registers) // vectors))
+    most = choice.rows or max(1, min(MAX_ROWS, _accumulators(registers) // vectors))
     extent = as_int(row.extent)
     return most if extent is None else min(most, max(extent, 1))
 
@@ -283,8 +287,8 @@ class Block:
     @property
     def updates(self) -> tuple[Store, ...]:
         """The combining stores, two of a pair."""
-        found = [s for s in walk_stmts(self.body) if isinstance(s, Store) and s.combine is not None]
-        return tuple(found[: 2 if self.is_pair else 1])
+        result = [s for s in walk_stmts(self.body) if isinstance(s, Store) and s.combine is not None]
+        return tuple(result[: 2 if self.is_pair else 1])
 
     @property
     def update(self) -> Store:
@@ -357,9 +361,9 @@ def _fuse_reduced(stmt: Stmt) -> Stmt:
 def reduction_block(stage: Stmt) -> Block | None:
     """The stage as a reduction, or a pair, whose loops may change places: each element is computed apart from the
     others, and no extent depends on another loop. None: it is no such reduction."""
-    found = pair_of(stage) or reduction_of(stage)
-    reductions = found if isinstance(found, tuple) else (found,) if found is not None else ()
-    if not reductions or not all(map(writes_apart, reductions[0].spatial)):
+    pair = pair_of(stage) or reduction_of(stage)
+    reductions = pair if isinstance(pair, tuple) else (pair,) if pair is not None else ()
+    if not reductions or not all(map(has_disjoint_writes, reductions[0].spatial)):
         return None
     loops = [*reductions[0].spatial, *(loop for r in reductions for loop in perfect_nest(r.inner).loops)]
     variables = {loop.var for loop in loops}

@@ -39,10 +39,10 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
-from relaxlite.passes.loops.edits import distribute, less, nest
 from relaxlite.passes.loops.pattern import perfect_nest
-from relaxlite.passes.products.panel_prefetch import Asks, Requests, requests_of
-from relaxlite.passes.products.prologue import Instead, Stream
+from relaxlite.passes.loops.transforms import distribute, less, nest
+from relaxlite.passes.products.panel_prefetch import PanelPrefetch, Prefetcher, prefetcher_of
+from relaxlite.passes.products.prologue import Replacement, Stream
 from relaxlite.records import dataclass
 
 TileLoops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of a tile
@@ -52,7 +52,7 @@ Fill: TypeAlias = Callable[[Buffer, tuple[SymExpr, SymExpr], SymExpr], Stmt]
 ENOUGH_SUMS = 8  # independent chains of multiply-adds that hide their latency, twice over (cores with two units)
 LONGEST_SUM = 2048  # terms of a sum in one register, for the sake of rounding; parts of 512 would cost 4 % of the speed
 PANEL_STEPS = 128  # of the reduced loop, that many row blocks take before they go on: 32 KB of 64 columns
-MOST_BLOCKS = 32  # row blocks that go along together; their sums take up to 48 KB
+MAX_BLOCKS = 32  # row blocks that go along together; their sums take up to 48 KB
 FEW_OPERATIONS = 2  # of an epilogue that is written out for every vector of every tile
 LONG_FUNCTION = 10  # FLOPs of a function that is not
 
@@ -68,7 +68,7 @@ class PanelRows:
 
     matrix: Buffer
     count: int
-    ask: Callable[[SymExpr, SymExpr], Requests]
+    ask: Callable[[SymExpr, SymExpr], Prefetcher]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,12 @@ class RowSplit:
         upper = None if upper is None else max(upper, first)
         if upper is None or upper > first + window:  # beyond so many units only `most` and `most - 1` occur
             first = min(first, most * most * self.together)
-        found: set[int] = set()
+        numbers: set[int] = set()
         for units in range(first, first + window if upper is None else min(upper, first + window) + 1):
             groups = _ceildiv(units, most * self.together)
             low, more = divmod(units, groups * _ceildiv(_ceildiv(units, most), groups))
-            found.update((low, low + 1) if more else (low,))
-        return tuple(sorted((self.unit * units for units in found), reverse=True)) or (self.unit,)
+            numbers.update((low, low + 1) if more else (low,))
+        return tuple(sorted((self.unit * units for units in numbers), reverse=True)) or (self.unit,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,8 @@ class Tile:
     row_unit: int = 1  # heights are multiples of this; what goes beyond the rows can be read, and is not stored
     together: int | None = None  # row blocks that take a panel before the next group does (RowSplit); None: all do
     stream: Stream | None = None  # how an operand is taken in that is more than a load
-    asks: Asks | None = None  # for panels of the columns' operand
-    requests: Requests | None = None
+    asks: PanelPrefetch | None = None  # for panels of the columns' operand
+    requests: Prefetcher | None = None
 
     @property
     def rows(self) -> RowSplit:
@@ -183,7 +183,7 @@ class Tile:
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
         """The tile of column tile `number` of a piece and row block `block`."""
         first = self._first(piece, number)
-        tile = self if piece.masked else self._asking(first, piece.vectors * self.lanes)
+        tile = self if piece.masked else self._panel_prefetch(first, piece.vectors * self.lanes)
         is_staged = self._is_long() or self._parts() is not None or self.row_unit > 1
         make = tile._staged if is_staged else tile._direct
         if self.row is None:
@@ -198,11 +198,11 @@ class Tile:
         blocks = smax(self.rows.in_group, 1)
         return tile.requests.bound(blocks, block % blocks, code)
 
-    def _asking(self, first: SymExpr, width: int) -> Tile:
+    def _panel_prefetch(self, first: SymExpr, width: int) -> Tile:
         """The maker of tiles that ask for panels of so many columns, where that helps."""
         if self.asks is None or self.row is None:
             return self
-        return replace(self, requests=requests_of(self.asks, self._stmts[1], self.column.var, first, width))
+        return replace(self, requests=prefetcher_of(self.asks, self._stmts[1], self.column.var, first, width))
 
     def _first(self, piece: ColumnPiece, number: SymExpr) -> SymExpr:
         """The first column of a tile."""
@@ -216,7 +216,7 @@ class Tile:
         operands: Sequence[Value | PanelRows],
         fill: Fill | None = None,
     ) -> Stmt:
-        """The row blocks from blocks[0] to blocks[1], at most MOST_BLOCKS: all of them go along one part of the reduced
+        """The row blocks from blocks[0] to blocks[1], at most MAX_BLOCKS: all of them go along one part of the reduced
         loop before the next, and read their columns' operand (one for each sum of an element) from a panel in the
         cache. `fill` makes it, or, of an operand that is a value, the first block while it is summed. Sums wait in
         memory in between."""
@@ -227,7 +227,7 @@ class Tile:
         count = self.rows.start(end) - base
         loops = replace(row, extent=count, kind="serial"), replace(vector, kind="serial"), lane
         place = row.var, vector.var * self.lanes + lane.var
-        shape = (sym(self.most_rows * MOST_BLOCKS), sym(piece.vectors * self.lanes))
+        shape = (sym(self.most_rows * MAX_BLOCKS), sym(piece.vectors * self.lanes))
         totals = [Buffer(f"{t.block.buffer.name}_tile", shape, t.block.buffer.dtype, "local") for t in self._tiles]
 
         def clear(total: Buffer, tile: Tile) -> Stmt:
@@ -283,10 +283,10 @@ class Tile:
                 row, vector, lane = (loop.var for loop in loops)
                 sums, adds = [], []
                 for maker, update, total in parts:
-                    made, load = maker._sums(loops, at, update, masked=masked)
+                    result, load = maker._sums(loops, at, update, masked=masked)
                     place = (top - base + row, vector * self.lanes + lane)
                     add = nest(loops, Store(total, place, load, _combination(update)))
-                    sums.append(made)
+                    sums.append(result)
                     adds.append(Substitute(fresh=True).stmt(add))
                 return self._beside(sums, seq(*adds))
 
@@ -309,12 +309,14 @@ class Tile:
             load = Load(panel, (step, self.column.var - first))
             stream = Stream(0, self.column.var, self._row.var, enough_sums=own.enough_sums, panel=panel)
             making.append((replace(own, stream=stream), For(step, extent, fresh.stmt(steps.body)), total))
-            reading.append((own, For(step, extent, fresh.stmt(Instead({id(operand): load}).stmt(steps.body))), total))
+            reading.append(
+                (own, For(step, extent, fresh.stmt(Replacement({id(operand): load}).stmt(steps.body))), total)
+            )
         if fill is not None:
-            made, rest = fill(panels[0], (start, extent), first), begin
+            result, rest = fill(panels[0], (start, extent), first), begin
         else:
-            made, rest = seq(*(tile(begin, [each], masked=piece.masked) for each in making)), begin + 1
-        code: Stmt = seq(made, For(index, end - rest, tile(rest + index, reading, masked=False)))
+            result, rest = seq(*(tile(begin, [each], masked=piece.masked) for each in making)), begin + 1
+        code: Stmt = seq(result, For(index, end - rest, tile(rest + index, reading, masked=False)))
         for panel in reversed(panels):
             code = Allocate(panel, code)
         return For(part, ceildiv(outer.extent, most), code)

@@ -29,8 +29,8 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute, stores
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
 from relaxlite.passes.loops.access import coefficient, offset, stride
-from relaxlite.passes.loops.edits import less, when_positive
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import less, when_positive
 from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.prologue import symbols_of
 from relaxlite.passes.products.reduction import Block, over_panels, tile_shape
@@ -41,7 +41,7 @@ FEW_ROWS, LONG = 4, 256  # rows at most and steps at least for which sums along 
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
+class TransposedOperand:
     """for k: e += other * operand, where the operand is a load that is contiguous along k."""
 
     column: For  # along which the result is contiguous
@@ -50,7 +50,7 @@ class Turned:
     operand: Value
 
 
-def find_turned(block: Block) -> Turned | None:
+def find_transposed(block: Block) -> TransposedOperand | None:
     """None: there is no such operand, or the sum does not start from 0."""
     init, loops = block.stmts[0], perfect_nest(block.stmts[1]).loops
     product = block.update.value
@@ -70,15 +70,15 @@ def find_turned(block: Block) -> Turned | None:
         ):
             continue
         moving = symbols_of(operand)
-        found = [c for c in columns if c.var in moving and c.var not in symbols_of(other)]
+        result = [c for c in columns if c.var in moving and c.var not in symbols_of(other)]
         rows = [r for r in block.spatial if r.var not in moving and r.var in symbols_of(other)]
-        if found and rows and coefficient(offset(load), found[-1].var) is not None:
-            return Turned(found[-1], rows[-1], loops[0], operand)
+        if result and rows and coefficient(offset(load), result[-1].var) is not None:
+            return TransposedOperand(result[-1], rows[-1], loops[0], operand)
     return None
 
 
-def tiled_turned(
-    block: Block, found: Turned, lanes: int, registers: int, few: Stmt, choice: ScheduleChoice = DEFAULT
+def tiled_transposed(
+    block: Block, found: TransposedOperand, lanes: int, registers: int, few: Stmt, choice: ScheduleChoice = DEFAULT
 ) -> Stmt:
     """`few` for few rows of long sums, else tiles over panels. Where each element has to be one sum, it does not depend
     on how many rows there are, if that is not known, and no tile adds its elements up in more sums than another."""
@@ -102,7 +102,9 @@ def tiled_turned(
     return IfThenElse(reduce(lambda a, b: Binary("and", a, b), unknown), few, many) if unknown else few
 
 
-def _turned(found: Turned, panel: Buffer, steps: tuple[SymExpr, SymExpr], first: SymExpr, lanes: int) -> Stmt:
+def _turned(
+    found: TransposedOperand, panel: Buffer, steps: tuple[SymExpr, SymExpr], first: SymExpr, lanes: int
+) -> Stmt:
     """panel[k, c] = operand at k + steps[0] and column first + c, for the first steps[1] k; what lies beyond the last
     column is the last one again, what lies beyond the last k is 0."""
     start, count = steps

@@ -13,7 +13,7 @@ from relaxlite.ir.program import Binary, Compare, IndexValue, Literal, Load, Sel
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loops.access import coefficient
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 
 
 def symbols_in(indices: Sequence[SymExpr]) -> set[SymVar]:
@@ -21,8 +21,8 @@ def symbols_in(indices: Sequence[SymExpr]) -> set[SymVar]:
 
 
 def slope(expr: SymExpr, var: SymVar) -> int | None:
-    found = coefficient(expr, var)
-    return None if found is None else as_int(found)
+    result = coefficient(expr, var)
+    return None if result is None else as_int(result)
 
 
 def conditions_of(update: Store) -> tuple[list[SymExpr], Select | None] | None:

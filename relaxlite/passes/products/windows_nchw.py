@@ -17,24 +17,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from relaxlite.ir.ops.nn_conv import MOST_STRIDE, MOST_TAPS
+from relaxlite.ir.ops.nn_conv import MAX_STRIDE, MAX_TAPS
 from relaxlite.ir.program import Allocate, Binary, Buffer, For, IfThenElse, Load, Select, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, floordiv, smax, smin, substitute, sym
 from relaxlite.passes.loops.access import accesses, stride
-from relaxlite.passes.loops.edits import distribute, less, nest
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import distribute, less, nest
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.products.register_tile import grid
 from relaxlite.passes.products.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
 from relaxlite.records import dataclass
 
-_MOST_ROWS = 4
-_MOST_TERMS = 128
+_MAX_ROWS = 4
+_MAX_TERMS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Planes:
+class NchwTile:
     """A block of windows: a tap counts where all of `rows`, which do not move along w, and of `inside`, which do, are
     >= 0; what is combined then is `value`. `row` is that of x which is read."""
 
@@ -64,25 +64,25 @@ class Planes:
     def tap_down(self) -> For | None:
         """The loop over taps that go to the next row of x with each step, as all conditions see it; None: there is
         none."""
-        found = [tap for tap in self.taps[:-1] if tap.var in self.row.free_vars()]
-        if len(found) != 1 or slope(self.row, found[0].var) != 1:
+        result = [tap for tap in self.taps[:-1] if tap.var in self.row.free_vars()]
+        if len(result) != 1 or slope(self.row, result[0].var) != 1:
             return None
-        (tap,), step = found, slope(self.row, self.down.var) or 0
+        (tap,), step = result, slope(self.row, self.down.var) or 0
         is_seen = all(slope(d, self.down.var) == step * (slope(d, tap.var) or 0) for d in self.rows)
         return tap if is_seen else None
 
 
-def planes_of(block: Block, lanes: int) -> Planes | None:
+def nchw_tile_of(block: Block, lanes: int) -> NchwTile | None:
     """The block as windows with channels first; None: it is something else."""
     if lanes == 1 or block.is_pair or len(block.spatial) < 2:
         return None
     down, along = block.spatial[-2:]
     taps = perfect_nest(block.stmts[1]).loops
-    sizes = [as_int(loop.extent) or MOST_TAPS + 1 for loop in taps]
-    if not 1 < math.prod(sizes) <= MOST_TAPS:
+    sizes = [as_int(loop.extent) or MAX_TAPS + 1 for loop in taps]
+    if not 1 < math.prod(sizes) <= MAX_TAPS:
         return None
     images = [load for load in loads(block.update) if along.var in symbols_in(load.indices)]
-    if len(images) != 1 or not 1 <= (stride(images[0], along.var) or 0) <= MOST_STRIDE:
+    if len(images) != 1 or not 1 <= (stride(images[0], along.var) or 0) <= MAX_STRIDE:
         return None
     (image,) = images
     if any(loop.var not in symbols_in(image.indices) for loop in block.spatial):  # what it reads can serve several rows
@@ -93,10 +93,10 @@ def planes_of(block: Block, lanes: int) -> Planes | None:
     others = [a for a in accesses(block.body) if a.buffer not in (image.buffer, block.body.buffer)]
     if any(stride(a, along.var) not in (0, 1) for a in others):
         return None
-    found = conditions_of(block.update)
-    if found is None:
+    result = conditions_of(block.update)
+    if result is None:
         return None
-    conditions, select = found
+    conditions, select = result
     windows, moved = {down.var, along.var}, {tap.var for tap in taps}
     has_rows = down.var in symbols_in(outer) and all(slope(index, down.var) is not None for index in outer)
     if not any(windows & {*index.free_vars()} and moved & {*index.free_vars()} for index in image.indices):
@@ -112,17 +112,17 @@ def planes_of(block: Block, lanes: int) -> Planes | None:
     rows = [d for d in conditions if not inner & set(d.free_vars())]
     if not all(slope(d, along.var) for d in inside) or any(down.var in d.free_vars() for d in inside):
         return None
-    height = max(1, min(_MOST_ROWS, _MOST_TERMS // math.prod(sizes))) if has_rows else 1
+    height = max(1, min(_MAX_ROWS, _MAX_TERMS // math.prod(sizes))) if has_rows else 1
     value = Without(select).value(block.update.value) if select is not None else block.update.value
     row = outer[-1] if outer else sym(0)
-    return Planes(block, row, _each_once(rows), _each_once(inside), value, select, lanes, height)
+    return NchwTile(block, row, _each_once(rows), _each_once(inside), value, select, lanes, height)
 
 
 def _each_once(conditions: list[SymExpr]) -> tuple[SymExpr, ...]:
     return tuple(dict.fromkeys(conditions))
 
 
-def tiled_planes(planes: Planes) -> Stmt:
+def tiled_nchw(planes: NchwTile) -> Stmt:
     """The block in tiles, in parallel over images, channels and rows of tiles."""
     tile, first = SymVar(f"{planes.along.var.name}o", lower=0), SymVar(f"{planes.down.var.name}o", lower=0)
     start, top = tile * planes.lanes, first * planes.height
@@ -133,21 +133,21 @@ def tiled_planes(planes: Planes) -> Stmt:
     return grid(axes, For(tile, ceildiv(planes.along.extent, planes.lanes), body))
 
 
-def _corners(planes: Planes, start: SymExpr, top: SymExpr) -> list[SymExpr]:
+def _corners(planes: NchwTile, start: SymExpr, top: SymExpr) -> list[SymExpr]:
     """Expressions that are all >= 0 where all of a tile's windows exist and all of their taps lie inside: conditions at
     the corner of the tile where they are least, as they are linear."""
     begins = {tap.var: (sym(0), (as_int(tap.extent) or 1) - 1) for tap in planes.taps}
     begins |= {planes.along.var: (start, planes.lanes - 1), planes.down.var: (top, planes.height - 1)}
-    found = [planes.along.extent - start - planes.lanes]
+    result = [planes.along.extent - start - planes.lanes]
     if planes.height > 1:
-        found.append(planes.down.extent - top - planes.height)
+        result.append(planes.down.extent - top - planes.height)
     for d in (*planes.rows, *planes.inside):
         at = {var: begin + (0 if (slope(d, var) or 0) >= 0 else last) for var, (begin, last) in begins.items()}
-        found.append(substitute(d, at))
-    return list(dict.fromkeys(found))
+        result.append(substitute(d, at))
+    return list(dict.fromkeys(result))
 
 
-def _tile(planes: Planes, start: SymExpr, top: SymExpr, *, masked: bool) -> Stmt:
+def _tile(planes: NchwTile, start: SymExpr, top: SymExpr, *, masked: bool) -> Stmt:
     """A vector of windows from `start` on, in each of some rows from `top` on."""
     along, down = planes.along, planes.down
     row = For(SymVar("r", upper=planes.height - 1), sym(planes.height), Seq(()), "unrolled")
@@ -166,15 +166,15 @@ def _tile(planes: Planes, start: SymExpr, top: SymExpr, *, masked: bool) -> Stmt
     block = distribute([row, lane], block)
     assert isinstance(block.body, Seq)
     init, update, *final = block.body.stmts
-    made: Stmt = replace(block, body=seq(init, _by_rows(planes, update, top, masked=masked), *final))
+    stmt: Stmt = replace(block, body=seq(init, _by_rows(planes, update, top, masked=masked), *final))
     at = Substitute({down.var: top})
-    made = seq(*(Store(buffer, (), at.value(Load(*place))) for place, buffer in kept.found.items()), made)
+    stmt = seq(*(Store(buffer, (), at.value(Load(*place))) for place, buffer in kept.found.items()), stmt)
     for buffer in kept.found.values():
-        made = Allocate(buffer, made)
-    return made
+        stmt = Allocate(buffer, stmt)
+    return stmt
 
 
-def _by_rows(planes: Planes, update: Stmt, top: SymExpr, *, masked: bool) -> Stmt:
+def _by_rows(planes: NchwTile, update: Stmt, top: SymExpr, *, masked: bool) -> Stmt:
     """The loops over taps and rows of windows, unrolled: over rows of x instead of taps that go down, so that all that
     uses a vector of x stands together. Rows that lie outside are left out.
 
@@ -223,7 +223,7 @@ class _Kept(ProgramRewriter):
         return Load(self.found.setdefault((value.buffer, value.indices), kept), ())
 
 
-def _masked(planes: Planes, start: SymExpr, lane: SymVar) -> Value:
+def _masked(planes: NchwTile, start: SymExpr, lane: SymVar) -> Value:
     """The update's value, which loads nothing in lanes whose tap lies outside."""
     first, end = sym(0), sym(planes.lanes)
     for d in planes.inside:

@@ -15,21 +15,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from relaxlite.ir.ops.nn_conv import MOST_TAPS
+from relaxlite.ir.ops.nn_conv import MAX_TAPS
 from relaxlite.ir.program import Allocate, For, IfThenElse, Load, Select, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute, loads, stores
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, ceildiv, smax, smin, substitute, sym
 from relaxlite.passes.loops.access import stride
-from relaxlite.passes.loops.edits import distribute, less, nest
-from relaxlite.passes.loops.parallel import parallel_nest
+from relaxlite.passes.loops.parallel import collapse_parallel
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import distribute, less, nest
 from relaxlite.passes.products.reduction import Block
 from relaxlite.passes.products.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
 from relaxlite.records import dataclass
 
 WINDOWS = 4  # neighbours along w in one tile
 BLOCK_VECTORS = 4  # vectors of channels that one thread takes together
-MOST_UNROLLED = 12  # taps along w
+MAX_UNROLLED = 12  # taps along w
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ def window_of(block: Block, lanes: int) -> Window | None:
         return None
     *_, along, channel = block.spatial
     taps = perfect_nest(block.stmts[1]).loops
-    sizes = [as_int(loop.extent) or MOST_TAPS + 1 for loop in taps]
-    if not 1 < math.prod(sizes) <= MOST_TAPS or sizes[-1] > MOST_UNROLLED:
+    sizes = [as_int(loop.extent) or MAX_TAPS + 1 for loop in taps]
+    if not 1 < math.prod(sizes) <= MAX_TAPS or sizes[-1] > MAX_UNROLLED:
         return None
     everything: list[Load | Store] = [*loads(block.update), *stores(block.body)]
     if any(stride(a, channel.var) not in (0, 1) for a in everything if a.buffer is not block.body.buffer):
@@ -72,10 +72,10 @@ def window_of(block: Block, lanes: int) -> Window | None:
     images = [load for load in loads(block.update) if along.var in symbols_in(load.indices)]
     if len(images) != 1 or stride(images[0], channel.var) != 1 or images[0].indices[-1] is not channel.var:
         return None
-    found = conditions_of(block.update)
-    if found is None:
+    result = conditions_of(block.update)
+    if result is None:
         return None
-    conditions, select = found
+    conditions, select = result
     inner = {along.var, taps[-1].var}
     rows = tuple(d for d in conditions if not inner & set(d.free_vars()))
     inside = [d for d in conditions if inner & set(d.free_vars())]
@@ -109,7 +109,7 @@ def tiled_windows(window: Window) -> Stmt:
         count = sym(min(known, BLOCK_VECTORS))
     body = For(tile, ceildiv(window.along.extent, WINDOWS), For(vector, count, body))
     blocks = For(block, ceildiv(vectors, BLOCK_VECTORS), Seq(()))
-    return parallel_nest([*window.block.spatial[:-2], blocks], body)
+    return collapse_parallel([*window.block.spatial[:-2], blocks], body)
 
 
 def _corners(window: Window, start: SymExpr) -> list[SymExpr]:
@@ -117,13 +117,13 @@ def _corners(window: Window, start: SymExpr) -> list[SymExpr]:
     linear, so the worst corner decides."""
     tap = window.taps[-1]
     last = (as_int(tap.extent) or 1) - 1
-    found = [window.along.extent - start - WINDOWS]
+    result = [window.along.extent - start - WINDOWS]
     for d in window.inside:
         first = (slope(d, window.along.var) or 0) >= 0
         at = {window.along.var: start + (0 if first else WINDOWS - 1)}
         at[tap.var] = sym(0 if (slope(d, tap.var) or 0) >= 0 else last)
-        found.append(substitute(d, at))
-    return list(dict.fromkeys(found))
+        result.append(substitute(d, at))
+    return list(dict.fromkeys(result))
 
 
 def _tile(window: Window, channel: SymExpr, start: SymExpr, *, border: bool, masked: bool) -> Stmt:

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from relaxlite.ir.attributes import IN_PLACE, SCHEDULED
 from relaxlite.ir.expr import Attrs, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import (
@@ -40,10 +41,10 @@ from relaxlite.ir.program_visitor import ProgramRewriter, Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, smin, sym
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.edits import less
-from relaxlite.passes.loops.in_place import IN_PLACE, in_place_pairs
+from relaxlite.passes.loops.in_place import in_place_pairs
 from relaxlite.passes.loops.pattern import perfect_nest, top_stages
-from relaxlite.passes.loops.versioning import clamped_loops
+from relaxlite.passes.loops.transforms import less
+from relaxlite.passes.loops.versioning import clamped_indices
 from relaxlite.passes.products.convolution import FilterTile, Piece, column_vectors, tile_of
 from relaxlite.passes.products.reduction import Block, reduction_block
 from relaxlite.records import dataclass
@@ -63,13 +64,13 @@ FILTER = ((1, 0, 0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0, 0, 1))
 def winograd(module: IRModule, context: PassContext) -> IRModule:
     """Compute 3x3 convolutions by fewer products."""
     programs = module.programs().items()
-    found = {name: made for name, p in programs if (made := _find(p, context.target)) is not None}
+    mades = {name: result for name, p in programs if (result := _find(p, context.target)) is not None}
     for call in program_calls(module):
-        if call.callee.name in found and not isinstance(call.args[found[call.callee.name].operand], Constant):
-            del found[call.callee.name]
-    definitions: dict[str, Definition] = {name: conv.program() for name, conv in found.items()}
+        if call.callee.name in mades and not isinstance(call.args[mades[call.callee.name].operand], Constant):
+            del mades[call.callee.name]
+    definitions: dict[str, Definition] = {name: conv.program() for name, conv in mades.items()}
     for name, function in module.functions().items():
-        definitions[name] = _Transform(found).function(function)
+        definitions[name] = _Transform(mades).function(function)
     return module.updated(definitions)
 
 
@@ -77,7 +78,7 @@ def _find(program: TensorProgram, target: Target) -> _Conv | None:
     """The program's one nest as a 3x3 convolution of stride 1; None: it is something else."""
     stages, lanes = top_stages(program), target.vector_lanes(4)
     nests = [s for s in stages if not isinstance(s, Check)]
-    if len(nests) != 1 or lanes < 4 or program.attrs.get("scheduled") or clamped_loops(nests[0]):
+    if len(nests) != 1 or lanes < 4 or program.attrs.get(SCHEDULED) or clamped_indices(nests[0]):
         return None
     block = reduction_block(nests[0])
     if block is None or len(block.spatial) != 4 or len(perfect_nest(block.stmts[1]).loops) != 3:
@@ -147,7 +148,7 @@ class _Conv:
         params = tuple(u if p is self.w.buffer else p for p in self.whole.params)
         body = seq(*(self._blocks(u) if s is self.stage else s for s in self.stages))
         pairs, _ = in_place_pairs(self.whole)  # outputs are written once each, after all that is read for them
-        attrs = Attrs({**self.whole.attrs, "scheduled": True, **({IN_PLACE: pairs} if pairs else {})})
+        attrs = Attrs({**self.whole.attrs, SCHEDULED: True, **({IN_PLACE: pairs} if pairs else {})})
         return replace(self.whole, params=params, body=body, attrs=attrs)
 
     def _blocks(self, u: Buffer) -> Stmt:

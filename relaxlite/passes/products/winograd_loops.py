@@ -23,13 +23,13 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
-from relaxlite.passes.loops.edits import fill, split_reduction
+from relaxlite.passes.loops.transforms import init_accumulators, split_reduction
 from relaxlite.passes.products.prepared_rows import Elsewhere, Product, Products, Rows, Weights
 from relaxlite.passes.products.winograd_weights import TERMS, whole_steps
 from relaxlite.records import dataclass
 
-LEAST_ROWS = 10
-LEAST_WORK = 2**21  # multiplications, below which the pass over x takes the time that is gained
+MIN_ROWS = 10
+MIN_WORK = 2**21  # multiplications, below which the pass over x takes the time that is gained
 LARGEST_POWER = 80  # of two: rows whose squares add up to more, or to less than 2**-80, have no length here
 
 
@@ -39,7 +39,7 @@ class FloatProducts(Products):
 
     @property
     def least_rows(self) -> int:
-        return max(LEAST_ROWS, -(-LEAST_WORK // (self.depth * self.columns)))
+        return max(MIN_ROWS, -(-MIN_WORK // (self.depth * self.columns)))
 
     @property
     def dtype(self) -> DType:
@@ -110,7 +110,7 @@ class FloatProducts(Products):
         first = Store(pairs, (r,), zero, "add")
         added = self._pairs(first, lambda own, place: _signed(rows.prepared, group.row, own, place))
         body = (
-            *(fill(buffer, zero, lanes) for buffer in (squares, peaks, pairs)),
+            *(init_accumulators(buffer, zero, lanes) for buffer in (squares, peaks, pairs)),
             For(r, group.count, looked),
             For(lane, sym(lanes), Store(powers, (lane,), (-exponent).exp2().value), "vectorized"),
             For(r, group.count, seq(balanced, added)),
@@ -123,8 +123,8 @@ def _signed(prepared: Buffer, row: SymExpr, own: SymExpr, place: SymExpr) -> Val
     that are a second."""
     neighbours = Scalar(_product(prepared[row, place], prepared[row, place + 1]))
     number = Scalar(IndexValue(own % TERMS))
-    found = select(number.equals(0), neighbours, select(number.equals(TERMS // 2), -neighbours, 0.0))
-    return found.value
+    result = select(number.equals(0), neighbours, select(number.equals(TERMS // 2), -neighbours, 0.0))
+    return result.value
 
 
 def _sum(a: Value, b: Value) -> Value:

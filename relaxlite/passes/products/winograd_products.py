@@ -43,38 +43,38 @@ program, winograd_loops.py makes the program.
 
 from __future__ import annotations
 
+from relaxlite.ir.attributes import BATCH_INVARIANT
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.symbolic import as_int
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.products.choice import BATCH_INVARIANT
-from relaxlite.passes.products.constant_weights import Way, take
+from relaxlite.passes.products.constant_weights import WeightStrategy, take
 from relaxlite.passes.products.prepared_rows import Product, columns_for_pass
 from relaxlite.passes.products.winograd_loops import FloatProducts
 from relaxlite.passes.products.winograd_weights import balanced
 
-LEAST_COLUMNS = 64  # see `columns_for_pass`
-LEAST_DEPTH = 96  # terms of a sum
+MIN_COLUMNS = 64  # see `columns_for_pass`
+MIN_DEPTH = 96  # terms of a sum
 
 
 def inner_products(module: IRModule, context: PassContext) -> IRModule:
     """Compute products with constant weights by fewer multiplications, where additions are free."""
-    way = way_of(module, context)
+    way = strategy_of(module, context)
     return module if way is None else take(way, module, context)
 
 
-def way_of(module: IRModule, context: PassContext) -> Way | None:
+def strategy_of(module: IRModule, context: PassContext) -> WeightStrategy | None:
     """None: these are no faster on the target, or must not be used in this module."""
     if not context.target.cpu_facts.adds_beside_fmas or module.attrs.get(BATCH_INVARIANT):
         return None
-    lanes, least = context.target.vector_lanes(4), columns_for_pass(LEAST_COLUMNS, context.target)
+    lanes, least = context.target.vector_lanes(4), columns_for_pass(MIN_COLUMNS, context.target)
 
     def is_fit(part: Product) -> bool:
         depth = as_int(part.step.extent)
-        return depth is not None and depth >= LEAST_DEPTH
+        return depth is not None and depth >= MIN_DEPTH
 
     def make(program: TensorProgram, parts: tuple[Product, ...]) -> FloatProducts | None:
         products = FloatProducts(program, parts, lanes)
         return products if products.columns >= least else None
 
-    return Way("inner_products", is_fit, make, balanced, "additions take no time beside multiply-adds")
+    return WeightStrategy("inner_products", is_fit, make, balanced, "additions take no time beside multiply-adds")

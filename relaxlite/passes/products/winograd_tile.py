@@ -6,17 +6,17 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.intrinsics import HALVES
+from relaxlite.ir.intrinsics import DOT2_INT16
 from relaxlite.ir.program import Allocate, Binary, Buffer, For, Intrinsic, Load, Seq, Stmt, Store, Unary, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, product
-from relaxlite.passes.loops.edits import less, nest, with_variant
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import less, nest, select_version
 from relaxlite.passes.products.choice import ScheduleChoice
-from relaxlite.passes.products.panel_prefetch import Asks
+from relaxlite.passes.products.panel_prefetch import PanelPrefetch
 from relaxlite.passes.products.prepared_rows import ROW_UNIT
 from relaxlite.passes.products.reduction import Block, RowShape, panel_widths, tiled
-from relaxlite.passes.products.winograd_loops import LEAST_ROWS
+from relaxlite.passes.products.winograd_loops import MIN_ROWS
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
@@ -35,7 +35,9 @@ class InnerTile:
     rows: int
     vectors: int
     row_unit: int  # heights are multiples of this, three of them: 1 would take 11 or 5, and more time to compile
-    asks_for_next: bool  # panel of weights, where two lie in 5/8 of the second cache; else some steps ahead for its own
+    prefetches_next: (
+        bool  # panel of weights, where two lie in 5/8 of the second cache; else some steps ahead for its own
+    )
     together: int | None = None  # products of a step that all elements add before they add the next; None: all
 
     @classmethod
@@ -45,14 +47,14 @@ class InnerTile:
         Else of two vectors, which share the register of an element; for half of the weights to do at a time, all rows
         add the first pair and its neighbour before the second. Figures: docs/measurements/cpus.md, winograd_tile."""
         if target.cpu_facts.loads_per_fma > 1:
-            return cls(20, 1, ROW_UNIT, asks_for_next=False)
-        return cls(10, 2, ROW_UNIT // 2, asks_for_next=True, together=2)
+            return cls(20, 1, ROW_UNIT, prefetches_next=False)
+        return cls(10, 2, ROW_UNIT // 2, prefetches_next=True, together=2)
 
-    def asks(self, weights: Buffer, target: Target) -> Asks:
+    def asks(self, weights: Buffer, target: Target) -> PanelPrefetch:
         panel = int(weights.shape[0]) * self.vectors * target.vector_bits // 8
-        if self.asks_for_next and 2 * panel <= target.l2_bytes * 5 // 8:
-            return Asks(0, for_next=True)
-        return Asks(STEPS_AHEAD, for_next=False, cache=2)
+        if self.prefetches_next and 2 * panel <= target.l2_bytes * 5 // 8:
+            return PanelPrefetch(0, for_next=True)
+        return PanelPrefetch(STEPS_AHEAD, for_next=False, cache=2)
 
 
 def blocks_together(weights: Buffer, target: Target) -> int | None:
@@ -75,7 +77,7 @@ def chained_terms(block: Block, target: Target) -> Allocate | None:
     for start in range(0, len(terms), together):
         total: Value = Load(update.buffer, update.indices)
         for is_added, term in terms[start : start + together]:
-            if isinstance(term, Intrinsic) and term.name == HALVES and is_added:
+            if isinstance(term, Intrinsic) and term.name == DOT2_INT16 and is_added:
                 total = replace(term, args=(total, *term.args[1:]))
                 continue
             if not isinstance(term, Binary) or term.op != "mul":
@@ -108,13 +110,13 @@ def tiled_inner(
     panels = panel_widths(block, column, lanes, registers, choice)
     has_all_rows = len(block.spatial) == 2  # else the rows of one picture, for one, of which there may be few
     some = least if is_prepared and has_all_rows else 1
-    rows = RowShape(min(some, LEAST_ROWS), tile.row_unit if is_prepared else 1, together)
+    rows = RowShape(min(some, MIN_ROWS), tile.row_unit if is_prepared else 1, together)
     usual = tiled(block, column, lanes, registers, body, choice, asks=asks, shape=rows)
     row = block.row_loop(column)
     if not is_prepared or some > FEW_ROWS or row is None:
         return usual, panels
     few = tiled(block, column, lanes, registers, body, ScheduleChoice(rows=FEW_ROWS, vectors=FEW_VECTORS))
-    return with_variant(less(row.extent, FEW_ROWS + 1), few, usual), panels
+    return select_version(less(row.extent, FEW_ROWS + 1), few, usual), panels
 
 
 def _terms(value: Value) -> list[tuple[bool, Value]]:

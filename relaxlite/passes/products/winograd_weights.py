@@ -9,8 +9,8 @@ import numpy as np
 from relaxlite.ir.expr import Constant
 
 TERMS = 6  # of a step: a pair and one more, twice
-LEAST_DENSITY = 0.25  # |w|_1 / (sqrt(depth) * |w|_2) of most columns: 0.8 for normal distributions, 1 at most
-LEAST_NONZERO = 0.125  # of the weights of any column that is not zero
+MIN_DENSITY = 0.25  # |w|_1 / (sqrt(depth) * |w|_2) of most columns: 0.8 for normal distributions, 1 at most
+MIN_NONZERO = 0.125  # of the weights of any column that is not zero
 _SMALL_SQUARES = 2.0**-80  # below which squares may have left float32's range
 _SHORTEST_COLUMN = 2.0**-120  # shorter ones are as if they were so long, for powers to be float32 and exact
 
@@ -46,10 +46,10 @@ def problem_of(w: np.ndarray, length: np.ndarray, scratch: np.ndarray | None = N
     if not used.any():
         return None
     sizes = np.abs(w, out=scratch)
-    if sizes.min() == 0 and (least := np.count_nonzero(w, axis=0)[used].min() / len(w)) < LEAST_NONZERO:
+    if sizes.min() == 0 and (least := np.count_nonzero(w, axis=0)[used].min() / len(w)) < MIN_NONZERO:
         return f"has a column of which {least:.1%} are not zero"
     density = np.median(np.einsum("kj->j", sizes)[used] / (length[used] * math.sqrt(len(w))))
-    if density < LEAST_DENSITY:
+    if density < MIN_DENSITY:
         return f"has few large weights in most columns: |w|_1 / (sqrt(n) * |w|_2) is {density:.2f}"
     return None
 

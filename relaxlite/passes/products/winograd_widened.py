@@ -25,13 +25,13 @@ from relaxlite import dtypes
 from relaxlite.ir.program import Allocate, Buffer, For, Load, Prefetch, Seq, Stmt, Store, seq
 from relaxlite.ir.program_visitor import Substitute, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate, smax, smin, sym
-from relaxlite.passes.loops.edits import GuardLoads, less, when_positive
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import GuardLoads, less, when_positive
 from relaxlite.passes.products.panel_prefetch import LINE, NextPart
 from relaxlite.passes.products.prologue import shared_steps
 from relaxlite.passes.products.reduction import Block, over_panels, reduction_block
 from relaxlite.passes.products.register_tile import PanelRows, Tile, column_pieces
-from relaxlite.passes.products.winograd_loops import LEAST_ROWS
+from relaxlite.passes.products.winograd_loops import MIN_ROWS
 from relaxlite.passes.products.winograd_tile import InnerTile, chained_terms
 from relaxlite.passes.products.winograd_weights import TERMS
 from relaxlite.records import dataclass
@@ -43,10 +43,10 @@ PART = 64  # steps of a panel: 24 KB of 16 columns
 def find_widened(stmt: Allocate, target: Target) -> Widened | None:
     """The stages and the product behind them; None: these are others."""
     *makers, last = stmt.body.stmts if isinstance(stmt.body, Seq) else (stmt.body,)
-    found = reduction_block(last) if makers else None
-    if found is None:
+    result = reduction_block(last) if makers else None
+    if result is None:
         return None
-    block = found.fused()
+    block = result.fused()
     column, body = block.vector_loop(), chained_terms(block, target)
     if column is None or body is None:
         return None
@@ -71,8 +71,10 @@ class Widened:
     def tiled(self, tile: InnerTile, lanes: int, least_rows: int, *, is_packed: bool) -> Stmt:
         """Of so many rows or more. `is_packed`: what is stored lies in panels as wide as a tile."""
         row = self.block.row_loop(self.column)
-        least = min(least_rows, LEAST_ROWS) if len(self.block.spatial) == 2 else 1  # of one picture there may be few
-        made = Tile(self.body, row, self.column, lanes, tile.rows, least_rows=least, row_unit=tile.row_unit, part=PART)
+        least = min(least_rows, MIN_ROWS) if len(self.block.spatial) == 2 else 1  # of one picture there may be few
+        result = Tile(
+            self.body, row, self.column, lanes, tile.rows, least_rows=least, row_unit=tile.row_unit, part=PART
+        )
         pieces, width = column_pieces(self.column.extent, lanes, tile.vectors), tile.vectors * lanes
         others = [(loop.var, loop.extent) for loop in self.block.spatial if loop is not self.column and loop is not row]
 
@@ -87,13 +89,13 @@ class Widened:
                 return _lines(self.makers[0], (later, first), width, step, is_on)
 
             def rows(step: SymExpr, block: SymExpr) -> list[Prefetch]:
-                return _rows_asked(self.makers[0], (start, first), width, block * PART + step)
+                return _row_prefetches(self.makers[0], (start, first), width, block * PART + step)
 
             if is_packed:
-                return NextPart(lines, SymVar("is_on", lower=0, upper=1), is_spread=False)
-            return NextPart(rows, SymVar("block", lower=0), is_spread=True)
+                return NextPart(lines, SymVar("is_on", lower=0, upper=1), is_interleaved=False)
+            return NextPart(rows, SymVar("block", lower=0), is_interleaved=True)
 
-        return over_panels(made, [PanelRows(self.w, TERMS, ask)], pieces, others, fill)
+        return over_panels(result, [PanelRows(self.w, TERMS, ask)], pieces, others, fill)
 
 
 def stored_columns(maker: Stmt) -> list[Load]:
@@ -104,7 +106,7 @@ def stored_columns(maker: Stmt) -> list[Load]:
 def _lines(maker: Stmt, corner: tuple[SymExpr, SymExpr], width: int, step: SymExpr, is_on: SymExpr) -> list[Prefetch]:
     """What step `step` of a part asks for of what the part of w from `corner` on is made of, PART steps having asked
     for all of it."""
-    row, found = perfect_nest(maker).loops[0], list[Prefetch]()
+    row, result = perfect_nest(maker).loops[0], list[Prefetch]()
     for load in stored_columns(maker):
         size, index = dtypes.itemsize(load.dtype), load.indices[-2]
         row_bytes = width * size
@@ -113,11 +115,11 @@ def _lines(maker: Stmt, corner: tuple[SymExpr, SymExpr], width: int, step: SymEx
         for first in range(0, -(-count * row_bytes // LINE), PART):
             at = (first + step) * LINE
             column = corner[1] + at % row_bytes // size if row_bytes > LINE else corner[1]
-            found.append(Prefetch(load.buffer, (*before, (begin + at // row_bytes) * is_on, column), 2))
-    return found
+            result.append(Prefetch(load.buffer, (*before, (begin + at // row_bytes) * is_on, column), 2))
+    return result
 
 
-def _rows_asked(maker: Stmt, corner: tuple[SymExpr, SymExpr], width: int, number: SymExpr) -> list[Prefetch]:
+def _row_prefetches(maker: Stmt, corner: tuple[SymExpr, SymExpr], width: int, number: SymExpr) -> list[Prefetch]:
     """Of the next part of w, what its row of this number, or the last one, is made of. `corner`: the first step of this
     part, and its first column. Behind the last part comes the first one of the columns beside these."""
     row, later = perfect_nest(maker).loops[0], (corner[0] + PART) * TERMS

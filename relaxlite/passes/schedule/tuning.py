@@ -1,10 +1,10 @@
-"""Schedules that measurements have chosen: a small database from programs to choices, kept as JSON.
+"""Tuning database: schedule choices found by measurement, per target and program, stored as JSON.
 
     tuning = Tuning.load("model.tuning.json")
     rl.compile(module, tuning=tuning)          # or tuning="model.tuning.json", or the knob `tuning`
 
-A program is known by the hash of its structure before scheduling, without names, and by the target: the same matmul of
-another model finds its choice too. What is not in the database is scheduled as the rules say.
+The key of a program is its structural hash before scheduling, independent of names, so equal programs of different
+models share an entry. Programs without an entry are scheduled by the rules.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.program import TensorProgram
 from relaxlite.passes.products.choice import DEFAULT, ScheduleChoice
+from relaxlite.passes.products.strategy_table import BY_NAME
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
@@ -28,10 +29,13 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class TunedProgram:
-    """`sizes`: the sampled values of the program's symbols. Seconds are those of one call at each size, with the choice
-    and with what the rules say."""
+    """The tuning result of one program.
 
-    program: str  # its name in the model, for people
+    `sizes`: sampled values of the program's symbols. `seconds`, `default_seconds`: time of one call at each size with
+    `choice` and with the schedule of the rules.
+    """
+
+    program: str  # name in the model it was tuned in, for display
     choice: ScheduleChoice
     sizes: tuple[tuple[int, ...], ...]
     seconds: tuple[float, ...]
@@ -40,31 +44,32 @@ class TunedProgram:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """How many times as fast as the rules' schedule, at each size."""
+        """The speedup over the schedule of the rules at each size."""
         return tuple(before / after for before, after in zip(self.default_seconds, self.seconds, strict=True))
 
 
 @dataclass(slots=True)
 class Tuning:
-    """Choices by target and program key."""
+    """Tuning results by target and program key."""
 
     targets: dict[str, dict[str, TunedProgram]] = field(default_factory=dict)
 
     def choice(self, program: TensorProgram, target: Target) -> ScheduleChoice:
-        """What is known about a program that is not scheduled yet."""
-        known = self.targets.get(str(target))
-        entry = known.get(program_key(program)) if known else None
+        """The choice for an unscheduled program; `DEFAULT` if the database has none."""
+        programs = self.targets.get(str(target))
+        entry = programs.get(program_key(program)) if programs else None
         return DEFAULT if entry is None else entry.choice
 
     def add(self, program: TensorProgram, target: Target, entry: TunedProgram) -> None:
-        """In place of what was known before."""
+        """Add the result of an unscheduled program, replacing a previous one."""
         self.targets.setdefault(str(target), {})[program_key(program)] = entry
 
     def remove(self, program: TensorProgram, target: Target) -> None:
+        """Remove the result of an unscheduled program, if any."""
         self.targets.get(str(target), {}).pop(program_key(program), None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file whole or not at all. Raises OSError."""
+        """Write the database to a file atomically. Raises OSError."""
         target = Path(path)
         scratch = target.with_name(f".{target.name}.{os.getpid()}")
         try:
@@ -74,6 +79,7 @@ class Tuning:
             scratch.unlink(missing_ok=True)
 
     def to_json(self) -> str:
+        """The database as JSON text."""
         targets = {
             target: {key: {**asdict(entry), "choice": entry.choice.as_dict()} for key, entry in sorted(entries.items())}
             for target, entries in sorted(self.targets.items())
@@ -82,7 +88,7 @@ class Tuning:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Tuning:
-        """Raises InvalidArgumentError when the file cannot be read or is no database of this version."""
+        """Read a database from a file. Raises InvalidArgumentError for an unreadable file or another format version."""
         try:
             data = json.loads(Path(path).read_text("utf-8"))
         except OSError as error:
@@ -97,7 +103,7 @@ class Tuning:
 
 
 def program_key(program: TensorProgram) -> str:
-    """The same for programs that differ in names only."""
+    """The key of an unscheduled program: its structural hash, equal for programs that differ only in names."""
     return structural_hash(program)
 
 
@@ -109,9 +115,12 @@ def _from_json(data: Mapping[str, Any]) -> Tuning:
 
 def _entry(data: Mapping[str, Any]) -> TunedProgram:
     sizes = tuple(tuple(int(s) for s in size) for size in data["sizes"])
+    choice = ScheduleChoice.from_dict(data["choice"])
+    if choice.strategy is not None and choice.strategy not in BY_NAME:
+        raise ValueError(f"there is no strategy {choice.strategy!r}; there are {', '.join(BY_NAME)}")
     return TunedProgram(
         program=str(data["program"]),
-        choice=ScheduleChoice.from_dict(data["choice"]),
+        choice=choice,
         sizes=sizes,
         seconds=tuple(float(s) for s in data["seconds"]),
         default_seconds=tuple(float(s) for s in data["default_seconds"]),

@@ -485,7 +485,7 @@ def changed(packer: Packer, changes: Mapping[str, Array | None]) -> Packer:
     return pack
 
 
-WORDS = np.ones((16, 16), np.int32)
+DOT4_BYTES = np.ones((16, 16), np.int32)
 STATE = "weight.quant_state.bitsandbytes__nf4"
 BAD: list[tuple[str, dict[str, Array | None], str]] = [
     ("gptq", {"scales": None}, "scales is missing; there are qweight int32"),
@@ -498,7 +498,7 @@ BAD: list[tuple[str, dict[str, Array | None], str]] = [
     ("gptq", {"g_idx": np.ones(64, np.int32)}, r"g_idx must have shape \(128,\)"),
     ("gptq", {"g_idx": np.full(128, 4, np.int32)}, "g_idx must say one of 4 groups"),
     ("gptq", {"g_idx": np.full(128, -1, np.int32)}, "g_idx must say one of 4 groups"),
-    ("gptq, groups of 16", {"g_idx": None, "scales": np.ones((7, 128), np.float16), "qzeros": WORDS[:7]},
+    ("gptq, groups of 16", {"g_idx": None, "scales": np.ones((7, 128), np.float16), "qzeros": DOT4_BYTES[:7]},
      "128 columns are no 7 groups of 16"),
     ("awq", {"qzeros": np.ones((3, 16), np.int32)}, "scales must have 128 columns, and qzeros 16"),
     ("awq", {"scales": np.ones((4, 64), np.float16)}, "scales must have 128 columns"),

@@ -20,8 +20,8 @@ TYPES = ("float32", "float64", "float16", "int8", "int32", "int64", "uint8")
 
 @pytest.fixture(autouse=True, params=["in one block", "the largest alone", "all alone"])
 def everything_is_large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "LEAST_FILE", 1)
-    monkeypatch.setattr(large_tensors, "LEAST_TENSOR", 1)
+    monkeypatch.setattr(loading, "MIN_FILE", 1)
+    monkeypatch.setattr(large_tensors, "MIN_TENSOR", 1)
     if request.param != "in one block":
         monkeypatch.setattr(tensors, "_ALONE_FROM", 100 if request.param == "the largest alone" else 1)
 

@@ -14,7 +14,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Var
 from relaxlite.ir.op import get_op
 from relaxlite.ir.ops.block_codes import (
-    PLANES,
+    BIT_PLANES,
     Coding,
     fills_words,
     pack_codes,
@@ -31,7 +31,7 @@ from relaxlite.runtime.module import Executable
 M, N, K = (SymVar(name) for name in "mnk")
 
 
-@pytest.mark.parametrize("bits", PLANES)
+@pytest.mark.parametrize("bits", BIT_PLANES)
 @pytest.mark.parametrize("block", [8, 16, 24, 32, 64, 96])
 def test_codes_come_back_and_lie_as_documented(bits: int, block: int) -> None:
     run = rows_of_run(block, bits)
@@ -46,7 +46,7 @@ def test_codes_come_back_and_lie_as_documented(bits: int, block: int) -> None:
         quad, byte = divmod(row % run, 4)
         of_run = words.reshape(3, -1, 7)[row // run].view(np.uint32)
         found, first, low = np.zeros(7, np.uint32), 0, 0
-        for width in PLANES[bits]:
+        for width in BIT_PLANES[bits]:
             word, place = divmod(quad, 8 // width)
             found |= (of_run[first + word] >> 8 * byte + width * place & (1 << width) - 1) << low
             first, low = first + run * width // 32, low + width

@@ -23,10 +23,10 @@ from relaxlite.ir.program_visitor import stores, walk_stmts
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.join_parallel import joined_loops, reads_only_where_written
+from relaxlite.passes.loops.join_parallel import join_parallel_loops, read_only_by_writers
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
-from relaxlite.passes.products.winograd_products import LEAST_DEPTH
+from relaxlite.passes.products.winograd_products import MIN_DEPTH
 from relaxlite.target import Target
 from tests.support import tiers
 
@@ -182,7 +182,7 @@ def test_weights_in_half_precision_are_joined_and_paired_too(cpu: str, depth: in
     """On processors that widen them again for each tile, and on those that widen them once."""
     target, module = Target.parse(f"llvm -mcpu={cpu} -l2-bytes=1024"), Layer(depth).module(half_precision)
     made, _ = lowered(module, target)
-    are_apart = target.cpu_facts.adds_beside_fmas and depth > LEAST_DEPTH  # which is faster then (pair_products.py)
+    are_apart = target.cpu_facts.adds_beside_fmas and depth > MIN_DEPTH  # which is faster then (pair_products.py)
     assert sorted(name for name in calls(made) if "matmul" in name) == sorted(calls(made))
     assert len(calls(made)) == 2 + are_apart
     if not target.runs_here:
@@ -359,7 +359,7 @@ def copies(count: int, sources: int) -> tuple[list[Stmt], list[Buffer], list[Buf
 
 def test_independent_parallel_loops_become_one() -> None:
     stages, _, outs = copies(3, 1)
-    (joined,) = joined_loops(stages)
+    (joined,) = join_parallel_loops(stages)
     assert isinstance(joined, For) and joined.kind == "parallel"
     assert {store.buffer for store in stores(joined)} == set(outs)
 
@@ -368,15 +368,15 @@ def test_a_loop_that_reads_what_another_writes_stays_behind_it() -> None:
     stages, _, outs = copies(2, 1)
     after = compute(Buffer.of("last", outs[0].shape, "float32"), lambda *i: outs[0][i])
     assert isinstance(after, For)
-    assert len(joined_loops([*stages, replace(after, kind="parallel")])) == 2
-    assert len(joined_loops([stages[0], after])) == 2, "a serial loop is not joined"
+    assert len(join_parallel_loops([*stages, replace(after, kind="parallel")])) == 2
+    assert len(join_parallel_loops([stages[0], after])) == 2, "a serial loop is not joined"
 
 
 def test_memory_is_taken_over_only_where_no_joined_stage_still_reads_it() -> None:
     stages, xs, outs = copies(2, 1)
-    assert not reads_only_where_written(stages, xs[0], outs[1])
+    assert not read_only_by_writers(stages, xs[0], outs[1])
     stages, xs, outs = copies(2, 2)
-    assert reads_only_where_written(stages, xs[1], outs[1])
+    assert read_only_by_writers(stages, xs[1], outs[1])
 
 
 def test_joined_copies_larger_than_the_cache_are_stored_past_it() -> None:

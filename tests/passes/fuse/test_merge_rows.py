@@ -29,7 +29,7 @@ from relaxlite.passes.graph.decompose import decompose
 from relaxlite.passes.graph.reachable import drop_unused
 from relaxlite.passes.loops.legalize import legalize
 from relaxlite.passes.loops.pattern import LoopPattern, analyze, top_stages
-from relaxlite.passes.loops.row_program import rows_of
+from relaxlite.passes.loops.row_program import match_row_program
 from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.target import Target
 from tests.support import tiers
@@ -166,7 +166,7 @@ def test_sum_that_is_used_elsewhere_is_a_second_output() -> None:
         return total, emit(ops.layer_norm(total, w, axis=-1))
 
     (made,) = fused(build((("n", "m"), ("n", "m"), ("m",)), make)).values()
-    assert made.num_outputs == 2 and rows_of(top_stages(made)[-1]) is not None
+    assert made.num_outputs == 2 and match_row_program(top_stages(made)[-1]) is not None
 
 
 def test_stages_share_loops_where_totals_allow_it() -> None:

@@ -19,7 +19,7 @@ from relaxlite.ir.types import TensorType, Type
 from relaxlite.ir.visitor import Rewriter
 from relaxlite.passes.graph.decompose import decompose
 from relaxlite.passes.graph.eliminate import eliminate_common, eliminate_dead
-from relaxlite.passes.graph.fold_constants import SMALL_BYTES, fold_constants
+from relaxlite.passes.graph.fold_constants import ALWAYS_FOLDED_BYTES, fold_constants
 from relaxlite.passes.graph.fold_shapes import fold_shapes
 from relaxlite.passes.graph.simplify_algebra import RULES, simplify_algebra
 from tests.support.ir_text import assert_becomes, assert_stays, module
@@ -304,7 +304,9 @@ def test_not_folded(statement: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("elements", "is_folded"), [(SMALL_BYTES // 4, True), (SMALL_BYTES // 4 + 1, False)], ids=["small", "large"]
+    ("elements", "is_folded"),
+    [(ALWAYS_FOLDED_BYTES // 4, True), (ALWAYS_FOLDED_BYTES // 4 + 1, False)],
+    ids=["small", "large"],
 )
 def test_a_large_constant_is_not_made_from_a_small_one(elements: int, is_folded: bool) -> None:
     given = module(main(f"y: f32[{elements}] = broadcast_to(const(1.0, 'float32'), shape({elements}))", "y"))
@@ -316,7 +318,9 @@ def test_a_large_constant_is_not_made_from_a_small_one(elements: int, is_folded:
 def test_a_large_constant_may_grow_to_twice_its_size(times: int, is_folded: bool) -> None:
     bb = BlockBuilder()
     with bb.function("main"):
-        bb.result(bb.emit(ops.broadcast_to(np.ones((SMALL_BYTES, 1), np.float32), (SMALL_BYTES, times))))
+        bb.result(
+            bb.emit(ops.broadcast_to(np.ones((ALWAYS_FOLDED_BYTES, 1), np.float32), (ALWAYS_FOLDED_BYTES, times)))
+        )
     result = fold_constants(bb.module())["main"].body.result  # type: ignore[union-attr]
     assert isinstance(result, Constant) is is_folded
 

@@ -14,20 +14,16 @@ import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.driver import build
 from relaxlite.ir import ops
+from relaxlite.ir.attributes import BATCH_INVARIANT, EXPORTED, INHERITS_LAYOUT, MIN_PREPARED_ROWS, RELAXED_PRECISION
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, Constant, Expr, Tuple
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import program_calls
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.graph.reachable import EXPORTED
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import int16_products as word_products
-from relaxlite.passes.products.choice import BATCH_INVARIANT
-from relaxlite.passes.products.int16_products import COARSE
-from relaxlite.passes.products.pack_constants import FOLLOWS
-from relaxlite.passes.products.prepared_rows import VARIANTS
 from relaxlite.passes.products.winograd_weights import TERMS
 from relaxlite.passes.products.winograd_widened import PART
 from relaxlite.runtime.module import Executable
@@ -46,7 +42,7 @@ Make = Callable[[BlockBuilder, Expr], Expr]
 def both_functions(depth: int, make: Make) -> IRModule:
     """main(x: f32[m, depth]) and fill(x), which compute the same; only main must be exact."""
     bb = BlockBuilder()
-    for name, marks in (("main", {}), (FILL, {EXPORTED: True, COARSE: True})):
+    for name, marks in (("main", {}), (FILL, {EXPORTED: True, RELAXED_PRECISION: True})):
         with bb.function(name, Attrs(marks), x=TensorType.of((bb.symbol("m"), depth), "float32")) as (x,):
             bb.result(make(bb, x))
     return bb.module(Attrs({BATCH_INVARIANT: True}))
@@ -76,7 +72,7 @@ def decided(
 
 def takes(module: IRModule, target: Target = TARGETS[0], precision: str = "auto") -> bool:
     made, reasons = decided(module, target, precision)
-    assert any(taken for taken, _ in reasons) == any(p.attrs.get(FOLLOWS) for p in made.programs().values())
+    assert any(taken for taken, _ in reasons) == any(p.attrs.get(INHERITS_LAYOUT) for p in made.programs().values())
     return any(taken for taken, _ in reasons)
 
 
@@ -109,8 +105,8 @@ def test_the_function_gets_programs_of_its_own_over_the_same_weights(kind: str) 
     (exact,), (rounded,) = (
         [c for c in found if any(isinstance(a, Constant) for a in c.args)] for found in calls.values()
     )
-    assert not made.programs()[exact.callee.name].attrs.get(VARIANTS)
-    assert made.programs()[rounded.callee.name].attrs.get(VARIANTS) == 1
+    assert not made.programs()[exact.callee.name].attrs.get(MIN_PREPARED_ROWS)
+    assert made.programs()[rounded.callee.name].attrs.get(MIN_PREPARED_ROWS) == 1
     first, second = ([a.value for a in call.args if isinstance(a, Constant)] for call in (exact, rounded))
     assert first[0] is second[0] and [a.shape for a in second[1:]] == [(128,), (128,)]
 
@@ -181,7 +177,7 @@ def test_gated_layers_are_pairs_where_they_must_be_exact_and_two_products_of_wor
 @pytest.fixture
 def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products take it, too, which Python runs in bearable time."""
-    for name in ("LEAST_DEPTH", "LEAST_COLUMNS"):
+    for name in ("MIN_DEPTH", "MIN_COLUMNS"):
         monkeypatch.setattr(word_products, name, 1)
 
 
@@ -280,4 +276,4 @@ def test_a_program_that_only_the_function_has_stays_under_its_name() -> None:
         bb.result(bb.emit(ops.tanh(x)))
     only = module.updated({"main": replace(bb.module().functions()["main"])})
     made, _ = decided(only)
-    assert [name for name, p in made.programs().items() if p.attrs.get(VARIANTS)] == ["matmul_of_stored"]
+    assert [name for name, p in made.programs().items() if p.attrs.get(MIN_PREPARED_ROWS)] == ["matmul_of_stored"]

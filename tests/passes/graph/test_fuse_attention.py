@@ -10,10 +10,10 @@ import pytest
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.ir import ops
+from relaxlite.ir.attributes import SCHEDULE
 from relaxlite.ir.expr import Call, Expr, Let, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
-from relaxlite.ir.program import SCHEDULE
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.graph.fuse_attention import fuse_attention
 from relaxlite.passes.manager import Pass, run_passes

@@ -267,9 +267,9 @@ def test_integers_are_asked_for_ahead_where_that_helps(name: str, cpu: str, is_a
     context = PassContext(Target.parse(f"llvm -mcpu={cpu} -l2-bytes=1024"))
     made = run_passes(module(weight, depth), default_pipeline(), context)
     (program,) = [p for n, p in made.programs().items() if "matmul" in n]
-    assert ("ahead" in program.attrs) is is_asked
+    assert ("prefetch_bytes" in program.attrs) is is_asked
     if is_asked:
-        words, factors = sorted(dict(program.attrs["ahead"]).values(), reverse=True)  # type: ignore[arg-type]
+        words, factors = sorted(dict(program.attrs["prefetch_bytes"]).values(), reverse=True)  # type: ignore[arg-type]
         assert words == context.target.cpu_facts.weight_prefetch_bytes and factors < words
 
 

@@ -10,13 +10,13 @@ import pytest
 import relaxlite as rl
 from relaxlite.errors import InputError, PassError
 from relaxlite.ir import ops
+from relaxlite.ir.attributes import DONATED
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, Expr, Tuple, TupleGetItem
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.memory.donate import DONATED
 from relaxlite.target import Target
 
 PAGE, PAGES = 4, 3

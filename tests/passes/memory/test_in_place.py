@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter, run_program
 from relaxlite.ir import ops
+from relaxlite.ir.attributes import IN_PLACE
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant
 from relaxlite.ir.module import IRModule
@@ -20,7 +21,7 @@ from relaxlite.ir.symbolic import evaluate
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.in_place import IN_PLACE, in_place_pairs
+from relaxlite.passes.loops.in_place import in_place_pairs
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.memory.reuse_operands import reuse_operands
 from relaxlite.passes.pipeline import default_pipeline

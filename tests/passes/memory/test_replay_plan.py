@@ -190,7 +190,7 @@ def test_what_the_planner_makes_is_sound(given: IRModule) -> None:
 
 def test_the_pass_replays_where_passes_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a packer that puts everything in one place."""
-    from relaxlite.passes import plan_memory as planner
+    from relaxlite.passes.memory import plan_memory as planner
 
     pack = planner.pack
 

@@ -21,7 +21,7 @@ from relaxlite.ir.program import CallLibrary, IfThenElse, Prefetch, TensorProgra
 from relaxlite.ir.program_visitor import stores, walk_stmts
 from relaxlite.ir.symbolic import evaluate, sym
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products.pack_constants import pack_program

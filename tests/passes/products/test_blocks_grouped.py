@@ -95,7 +95,7 @@ def test_each_row_is_multiplied_by_the_matrix_of_its_group(name: str, target: st
 def test_groups_of_a_zen_4_share_a_pass_over_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ZEN4.runs_here:
         pytest.skip("needs the instructions of a Zen 4")
-    monkeypatch.setattr(schedule_halves, "LEAST_COLUMNS", 1)
+    monkeypatch.setattr(schedule_halves, "MIN_COLUMNS", 1)
     for name in KINDS:
         weights, x = members(name, 80, LOW_BITS["int12"])
         assert has_halves(lowered(products(weights)))

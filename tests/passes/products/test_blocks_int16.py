@@ -9,7 +9,7 @@ import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.intrinsics import HALVES
+from relaxlite.ir.intrinsics import DOT2_INT16
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import Allocate, Intrinsic, TensorProgram
 from relaxlite.ir.program_visitor import all_values, walk_stmts
@@ -18,7 +18,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import blocks_int16 as schedule_halves
-from relaxlite.passes.products.blocks_int16 import LEAST_COLUMNS, LEAST_ROWS
+from relaxlite.passes.products.blocks_int16 import MIN_COLUMNS, MIN_ROWS
 from relaxlite.target import Target
 from tests.passes.products import test_blocks as test_block_products
 from tests.passes.products.test_blocks import LAYERS, WEIGHTS, exact_case, product, programs_with, some_rows
@@ -28,13 +28,13 @@ from tests.support.block_weights import block_weight
 
 needs_zen4 = pytest.mark.skipif(not ZEN4.runs_here, reason="needs the instructions of a Zen 4")
 _NAMES = [step.name for step in default_pipeline()]
-ROWS = (1, LEAST_ROWS - 1, LEAST_ROWS, 17, 64, 127, 128, 129, 300)
+ROWS = (1, MIN_ROWS - 1, MIN_ROWS, 17, 64, 127, 128, 129, 300)
 WIDE = [name for name, (bits, block, *_) in WEIGHTS.items() if block <= 32]
 
 
 @pytest.fixture
 def of_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_halves, "LEAST_COLUMNS", 1)
+    monkeypatch.setattr(schedule_halves, "MIN_COLUMNS", 1)
 
 
 def lowered(module: IRModule, precision: str = "int12", target: Target = ZEN4) -> TensorProgram:
@@ -43,22 +43,22 @@ def lowered(module: IRModule, precision: str = "int12", target: Target = ZEN4) -
 
 
 def has_halves(program: TensorProgram) -> bool:
-    return any(isinstance(v, Intrinsic) and v.name == HALVES for v in all_values(program.body))
+    return any(isinstance(v, Intrinsic) and v.name == DOT2_INT16 for v in all_values(program.body))
 
 
 @pytest.mark.parametrize(("precision", "taken"), [("auto", True), ("int12", True), ("int8", False), ("int16", False)])
 def test_activations_of_12_bits_take_them(precision: str, taken: bool) -> None:
-    program = lowered(product(block_weight(192, LEAST_COLUMNS)), precision)
+    program = lowered(product(block_weight(192, MIN_COLUMNS)), precision)
     assert has_halves(program) == taken
     names = [s.buffer.name for s in walk_stmts(program.body) if isinstance(s, Allocate)]
     assert ("kept17" in names) == taken  # 16 words of codes, a scale and what they add, in registers
 
 
 def test_what_has_too_little_to_gain_does_not() -> None:
-    assert not has_halves(lowered(product(block_weight(192, LEAST_COLUMNS - 1))))
-    assert not has_halves(lowered(product(block_weight(192, LEAST_COLUMNS, bits=5, block=64))))
+    assert not has_halves(lowered(product(block_weight(192, MIN_COLUMNS - 1))))
+    assert not has_halves(lowered(product(block_weight(192, MIN_COLUMNS, bits=5, block=64))))
     intel = Target.parse("llvm -mcpu=icelake-server -mtriple=x86_64-unknown-linux-gnu")
-    assert not has_halves(lowered(product(block_weight(192, LEAST_COLUMNS)), target=intel))
+    assert not has_halves(lowered(product(block_weight(192, MIN_COLUMNS)), target=intel))
 
 
 @pytest.mark.each_value
@@ -125,5 +125,5 @@ def test_the_loops_mean_what_they_did(name: str) -> None:
     context = PassContext(ZEN4, precision="int12")
     scheduled = run_passes(product(weight), default_pipeline()[: _NAMES.index("pack_constants") + 1], context)
     wanted = x.astype(np.float64) @ weight.values
-    for m in (0, LEAST_ROWS - 1, LEAST_ROWS):
+    for m in (0, MIN_ROWS - 1, MIN_ROWS):
         np.testing.assert_array_equal(Interpreter(scheduled).run("main", x[:m]), wanted[:m])

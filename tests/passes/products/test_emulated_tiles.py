@@ -9,12 +9,12 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.ir import ops
+from relaxlite.ir.attributes import IN_PLACE
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import TupleGetItem
 from relaxlite.ir.op import get_op
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.in_place import IN_PLACE
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from tests.passes.graph.test_byte_products import convolution_of_integers, integers, product_of_integers

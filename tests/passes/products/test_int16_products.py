@@ -15,6 +15,7 @@ import relaxlite as rl
 from relaxlite.codegen.llvm import emit_assembly
 from relaxlite.driver import build
 from relaxlite.errors import ValidationError
+from relaxlite.ir.attributes import MIN_PREPARED_ROWS
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Tuple
 from relaxlite.ir.module import IRModule
@@ -27,26 +28,35 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import int16_products as word_products
-from relaxlite.passes.products.int16_weights import LONGEST, MOST_DEPTH, MOST_W, MOST_X, words_of
-from relaxlite.passes.products.prepared_rows import VARIANTS
+from relaxlite.passes.products.int16_weights import LONGEST, MAX_DEPTH, MAX_W, MAX_X, int16_of
 from relaxlite.target import Target
 from relaxlite.validation.oracle import Expected
 from relaxlite.validation.validator import Validator
 from tests.passes.products.test_register_tile import inner_loops, vector_stack_references
-from tests.passes.products.test_winograd_products import UNTIL_PACKED, ZEN4, ZEN5, Run, Way, both, linear, rows, weights
+from tests.passes.products.test_winograd_products import (
+    UNTIL_PACKED,
+    ZEN4,
+    ZEN5,
+    Run,
+    WeightStrategy,
+    both,
+    linear,
+    rows,
+    weights,
+)
 
 _NAMES = [step.name for step in default_pipeline()]
 ROWS = (0, 1, 2, 3, 4, 5, 11, 16, 17, 20, 21, 47, 64, 129)
 
 
-_WORDS = Way("word_products", "bf16")
+_WORDS = WeightStrategy("word_products", "bf16")
 decided, takes, compiled, interpreted = _WORDS.decided, _WORDS.takes, _WORDS.compiled, _WORDS.interpreted
 
 
 @pytest.fixture
 def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products take it, too, which Python runs in bearable time."""
-    for name in ("LEAST_DEPTH", "LEAST_COLUMNS"):
+    for name in ("MIN_DEPTH", "MIN_COLUMNS"):
         monkeypatch.setattr(word_products, name, 1)
 
 
@@ -103,7 +113,7 @@ def test_faster_processors_want_more_columns_for_the_pass_over_the_rows() -> Non
     assert [takes(linear(weights(384, n)), ZEN5) for n in (64, 126, 128)] == [False, False, True]
 
 
-@pytest.mark.parametrize(("depth", "columns"), [(385, 128), (94, 128), (384, 63), (MOST_DEPTH + 2, 64)])
+@pytest.mark.parametrize(("depth", "columns"), [(385, 128), (94, 128), (384, 63), (MAX_DEPTH + 2, 64)])
 def test_sizes_that_are_left_to_bfloat16(depth: int, columns: int) -> None:
     assert not takes(linear(weights(depth, columns)))
 
@@ -137,19 +147,19 @@ def test_large_weights_of_two_products_are_multiplied_in_bfloat16_and_not_in_flo
 # Weights
 
 
-@pytest.mark.parametrize("depth", [96, 98, 384, MOST_DEPTH])
+@pytest.mark.parametrize("depth", [96, 98, 384, MAX_DEPTH])
 def test_words_hold_the_numbers_of_two_rows_and_add_without_a_carry(depth: int) -> None:
     w = weights(depth, 80) * np.logspace(-20, 15, 80, dtype=np.float32)
     w[:, 7] = 0
-    made = words_of(Constant.of(w))
+    made = int16_of(Constant.of(w))
     assert not isinstance(made, str)
     words, _, width = (each.value for each in made)
     half = depth // 2
     assert words.dtype == np.int32 and words.shape[0] % 6 == 0 and not words[half:].any()
     low, high = words[:half] & 0xFFFF, words[:half] >> 16
-    assert min(low.min(), high.min()) >= 0 and max(low.max(), high.max()) <= 2 * MOST_W
-    assert 2 * MOST_W + 2 * MOST_X < 2**15
-    numbers = np.concatenate([low, high]).astype(np.int64) - MOST_W
+    assert min(low.min(), high.min()) >= 0 and max(low.max(), high.max()) <= 2 * MAX_W
+    assert 2 * MAX_W + 2 * MAX_X < 2**15
+    numbers = np.concatenate([low, high]).astype(np.int64) - MAX_W
     assert np.all(np.linalg.norm(numbers, axis=0) <= LONGEST + np.sqrt(depth))
     off = np.linalg.norm(numbers * width.astype(np.float64) - w, axis=0)
     assert np.all(off <= 2.0**-8 * np.linalg.norm(w, axis=0)) and not numbers[:, 7].any()
@@ -158,7 +168,7 @@ def test_words_hold_the_numbers_of_two_rows_and_add_without_a_carry(depth: int) 
 def test_the_greatest_sums_of_products_stay_within_32_bits() -> None:
     """Of rows and columns that are alike, all of one size or of few large elements."""
     rng = np.random.default_rng(0)
-    for depth in (384, MOST_DEPTH):
+    for depth in (384, MAX_DEPTH):
         w = np.where(rng.random((depth, 64)) < 0.5, -1, 1).astype(np.float32)
         w *= rng.choice([1.0, 1.0, 0.1], (depth, 1)).astype(np.float32)
         x = w.T.copy()
@@ -173,12 +183,12 @@ def test_the_greatest_sums_of_products_stay_within_32_bits() -> None:
 def test_results_are_those_of_rounded_rows_and_columns(depth: int, columns: int, target: Target) -> None:
     w = weights(depth, columns)
     run = compiled(linear(w), target)
-    step = np.maximum(np.abs(w).max(axis=0) / MOST_W, np.linalg.norm(w.astype(np.float64), axis=0) / LONGEST)
+    step = np.maximum(np.abs(w).max(axis=0) / MAX_W, np.linalg.norm(w.astype(np.float64), axis=0) / LONGEST)
     whole = np.rint(w / step) * step
     for count in ROWS:
         x = rows(count, depth)
         got = check(run, x, w)
-        wanted = numbers(x, MOST_X) @ whole
+        wanted = numbers(x, MAX_X) @ whole
         few = np.abs(got - wanted) > 1e-5 * np.linalg.norm(x, axis=-1, keepdims=True)  # a number that tips over
         assert few.mean() <= 0.02 if few.size else True
 
@@ -211,18 +221,16 @@ def test_errors_are_less_than_those_of_bfloat16(kind: str) -> None:
 
 def test_no_row_moves_further_than_rounding_to_bfloat16_may_move_it() -> None:
     """Of the longest sums: one large element among many, and rows of one size, whose step their length decides."""
-    w = weights(MOST_DEPTH, 64)
+    w = weights(MAX_DEPTH, 64)
     rng = np.random.default_rng(5)
     large = np.array([1, 10, 85, 1e3, 1e5], np.float32)[:, None]
-    x = rng.uniform(0.5, 1.5, (5, MOST_DEPTH)).astype(np.float32)
+    x = rng.uniform(0.5, 1.5, (5, MAX_DEPTH)).astype(np.float32)
     x[:, 7:8] *= large
     run = compiled(linear(w))
-    whole = (
-        np.rint(w / (step := np.maximum(np.abs(w).max(axis=0) / MOST_W, np.linalg.norm(w, axis=0) / LONGEST))) * step
-    )
+    whole = np.rint(w / (step := np.maximum(np.abs(w).max(axis=0) / MAX_W, np.linalg.norm(w, axis=0) / LONGEST))) * step
     moved = np.asarray(run(x)) - x.astype(np.float64) @ whole
     assert np.all(np.abs(moved) <= 2.0**-8 * np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(whole, axis=0))
-    assert np.all(np.linalg.norm(numbers(x, MOST_X) - x, axis=1) <= 2.0**-8 * np.linalg.norm(x, axis=1))
+    assert np.all(np.linalg.norm(numbers(x, MAX_X) - x, axis=1) <= 2.0**-8 * np.linalg.norm(x, axis=1))
 
 
 def test_rows_and_columns_of_any_size_keep_their_digits() -> None:
@@ -294,7 +302,7 @@ def test_joined_products_take_one_pass_over_their_operand() -> None:
     with bb.function("main", x=TensorType.of((b, n, 384), "float32")) as (x,):
         bb.result(Tuple(tuple(bb.emit(get_op("relu")(bb.emit(get_op("matmul")(x, Constant.of(k))))) for k in w)))
     module = bb.module()
-    (program,) = (p for p in decided(module)[0].programs().values() if p.attrs.get(VARIANTS))
+    (program,) = (p for p in decided(module)[0].programs().values() if p.attrs.get(MIN_PREPARED_ROWS))
     assert program.num_outputs == 3
     run = compiled(module)
     for shape in ((1, 64), (3, 33), (0, 5), (2, 1)):

@@ -36,7 +36,14 @@ from relaxlite.ir.symbolic import SymVar, as_int, evaluate, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.products.pack_constants import pack_program
-from relaxlite.passes.products.panel_prefetch import ONE, Asks, BothPanels, NextPanel, requests_of, width_that_fits
+from relaxlite.passes.products.panel_prefetch import (
+    ONE,
+    BothPanels,
+    NextPanel,
+    PanelPrefetch,
+    prefetcher_of,
+    width_that_fits,
+)
 from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.target import Target
 from tests.passes.products.test_register_tile import constants_of, lowered, only_program, product
@@ -47,7 +54,7 @@ INTEL = Target.parse("llvm -mcpu=icelake-server -mtriple=x86_64-unknown-linux-gn
 ARM = Target.parse("llvm -mcpu=neoverse-n1 -mtriple=aarch64-unknown-linux-gnu")
 X, Y = Buffer("x", (sym(4), sym(64)), "float32"), Buffer("y", (sym(4), sym(64)), "float32")
 I, J = SymVar("i"), SymVar("j")  # noqa: E741
-NEXT, BOTH = Asks(0, for_next=True), Asks(8, for_next=True)
+NEXT, BOTH = PanelPrefetch(0, for_next=True), PanelPrefetch(8, for_next=True)
 ASKED = seq(Prefetch(X, (I + 9, sym(70))), Prefetch(X, (I + 2, sym(0)), 1))
 COPY = For(I, sym(4), seq(ASKED, For(J, sym(64), Store(Y, (I, J), Load(X, (I, J))))))
 
@@ -63,7 +70,7 @@ def prefetches(stmt: Stmt) -> list[Prefetch]:
 def test_the_last_row_blocks_ask_for_every_line_of_the_next_panel_once(lines: int) -> None:
     weights = Buffer("w", (sym(10), sym(1000)), "float32")
     update = For(I, sym(10), Store(Buffer("e", (), "float32", "local"), (), Load(weights, (I, J)), "add"))
-    found = requests_of(NEXT, update, J, sym(0), lines * 16)
+    found = prefetcher_of(NEXT, update, J, sym(0), lines * 16)
     assert isinstance(found, NextPanel) and found.lines == lines
     block = SymVar("block", lower=0)
     for blocks in range(1, 12):
@@ -107,10 +114,10 @@ def test_sums_that_are_not_along_rows_of_one_matrix_ask_for_nothing() -> None:
     square = Buffer("w", (sym(8), sym(8)), "float32")
     for value in (Load(square, (J, I)), Load(square, (I, J + 1)), Load(Buffer("v", (sym(8),), "float32"), (J,))):
         update = For(I, sym(8), Store(element, (), value, "add"))
-        assert requests_of(NEXT, update, J, sym(0), 8) is None and requests_of(BOTH, update, J, sym(0), 8) is None
+        assert prefetcher_of(NEXT, update, J, sym(0), 8) is None and prefetcher_of(BOTH, update, J, sym(0), 8) is None
         assert width_that_fits(update, J, [8], 1 << 20) is None
     nested = For(SymVar("h"), sym(3), For(I, sym(8), Store(element, (), Load(square, (I, J)), "add")))
-    assert requests_of(NEXT, nested, J, sym(0), 8) is None
+    assert prefetcher_of(NEXT, nested, J, sym(0), 8) is None
 
 
 def test_requests_follow_the_weights_into_their_panels() -> None:
@@ -126,7 +133,7 @@ def test_requests_follow_the_weights_into_their_panels() -> None:
 def test_all_row_blocks_ask_for_a_share_of_the_next_panel(lines: int, depth: int) -> None:
     weights = Buffer("w", (sym(depth), sym(1000)), "float32")
     update = For(I, sym(depth), Store(Buffer("e", (), "float32", "local"), (), Load(weights, (I, J)), "add"))
-    found = requests_of(BOTH, update, J, sym(0), lines * 16)
+    found = prefetcher_of(BOTH, update, J, sym(0), lines * 16)
     assert isinstance(found, BothPanels)
     step, block = SymVar("k"), SymVar("block", lower=0)
     tile = Buffer("e", (sym(6),), "float32", "local")

@@ -104,7 +104,7 @@ def test_depthwise(kernel: tuple[int, int], pads: tuple[int, ...], attrs: dict[s
 def test_more_filters_than_channels() -> None:
     check_conv(floats(6, 1, 3, 3), (1, 1, 1, 1), groups=3, strides=(2, 1))
     check_conv(floats(6, 1, 5), (2, 2), groups=3)
-    assert "plane_tile" in steps_of(conv_module(floats(6, 1, 5), (2, 2), groups=3))
+    assert "nchw_tile" in steps_of(conv_module(floats(6, 1, 5), (2, 2), groups=3))
 
 
 @pytest.mark.parametrize("attrs", [{}, {"strides": (2,)}, {"dilations": (3,)}])
@@ -164,7 +164,7 @@ def test_nothing_is_padded_and_tiles_in_the_middle_ask_nothing(strides: tuple[in
     made = run_passes(module, default_pipeline(), PassContext(Target.host()))
     assert "pad" not in made.programs()
     (program,) = (p for name, p in made.programs().items() if "conv" in name)
-    assert "plane_tile" in str(program.attrs["schedule"])
+    assert "nchw_tile" in str(program.attrs["schedule"])
     tiles = [s for s in walk_stmts(program.body) if isinstance(s, For) and s.kind == "vectorized"]
     sums = [s for s in tiles if any(store.combine for store in stores(s))]
     assert {any(isinstance(v, Select) for v in all_values(s)) for s in sums} == {True, False}
@@ -180,7 +180,7 @@ def test_what_is_no_window_is_scheduled_otherwise(columns: str) -> None:
     with bb.function("main", x=TensorType.of((n, 3, w), "float32")) as (x,):
         made = get_op("sum")(x, axes=(1,)) if columns.startswith("sum") else ops.matmul(floats(2, 3), x)
         bb.result(bb.emit(made))
-    assert "plane_tile" not in steps_of(bb.module())
+    assert "nchw_tile" not in steps_of(bb.module())
 
 
 SLIDING = """
@@ -204,7 +204,7 @@ SLIDING = """
 
 def test_windows_that_serve_several_rows_are_scheduled_otherwise() -> None:
     module = parsed(SLIDING)
-    assert "plane_tile" not in steps_of(module)
+    assert "nchw_tile" not in steps_of(module)
     exe = rl.compile(module)
     for n in (0, 1, 15, 16, 33):
         a, b = floats(4, 3), floats(n + 2)

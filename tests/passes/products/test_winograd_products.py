@@ -13,6 +13,7 @@ import pytest
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.codegen.llvm import emit_assembly
+from relaxlite.ir.attributes import MIN_PREPARED_ROWS
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Tuple
 from relaxlite.ir.module import IRModule
@@ -26,9 +27,8 @@ from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import winograd_loops as inner_product_loops
 from relaxlite.passes.products import winograd_products as inner_products
-from relaxlite.passes.products.prepared_rows import VARIANTS
-from relaxlite.passes.products.winograd_loops import LEAST_ROWS, LEAST_WORK
-from relaxlite.passes.products.winograd_products import LEAST_DEPTH
+from relaxlite.passes.products.winograd_loops import MIN_ROWS, MIN_WORK
+from relaxlite.passes.products.winograd_products import MIN_DEPTH
 from relaxlite.passes.products.winograd_tile import InnerTile
 from relaxlite.target import Target
 from tests.passes.products.test_register_tile import inner_loops, vector_stack_references
@@ -62,7 +62,7 @@ def linear(w: np.ndarray, most_rows: int | None = None) -> IRModule:
 
 
 @dataclass(frozen=True)
-class Way:
+class WeightStrategy:
     """A pass that gives products another way, and the precision that allows it (test_pass_word_products.py, too)."""
 
     step: str
@@ -75,7 +75,7 @@ class Way:
         return found, [(d.taken, d.reason) for d in context.decisions if d.step == self.step]
 
     def takes(self, module: IRModule, target: Target = ZEN4) -> bool:
-        return any(p.attrs.get(VARIANTS) for p in self.decided(module, target)[0].programs().values())
+        return any(p.attrs.get(MIN_PREPARED_ROWS) for p in self.decided(module, target)[0].programs().values())
 
     def compiled(self, module: IRModule, target: Target = ZEN4) -> Run:
         """As such a processor runs it; elsewhere the test is skipped, and those of the interpreter have to do."""
@@ -87,7 +87,7 @@ class Way:
     def interpreted(self, module: IRModule, target: Target = ZEN4) -> Run:
         """As the interpreter runs what the pass has made, before and after loops are scheduled."""
         made, _ = self.decided(module, target)
-        assert any(p.attrs.get(VARIANTS) for p in made.programs().values())
+        assert any(p.attrs.get(MIN_PREPARED_ROWS) for p in made.programs().values())
         context = PassContext(target=target, precision=self.precision)
         first, second = Interpreter(made), Interpreter(run_passes(module, UNTIL_PACKED, context))
 
@@ -100,15 +100,15 @@ class Way:
         return run
 
 
-_FLOATS = Way("inner_products", "auto")
+_FLOATS = WeightStrategy("inner_products", "auto")
 decided, takes, compiled, interpreted = _FLOATS.decided, _FLOATS.takes, _FLOATS.compiled, _FLOATS.interpreted
 
 
 @pytest.fixture
 def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products take it, too, which Python runs in bearable time."""
-    monkeypatch.setattr(inner_product_loops, "LEAST_WORK", 1)
-    for name in ("LEAST_DEPTH", "LEAST_COLUMNS"):
+    monkeypatch.setattr(inner_product_loops, "MIN_WORK", 1)
+    for name in ("MIN_DEPTH", "MIN_COLUMNS"):
         monkeypatch.setattr(inner_products, name, 1)
 
 
@@ -143,7 +143,7 @@ def test_other_processors_do_not(cpu: str) -> None:
 
 @pytest.mark.parametrize(
     ("depth", "columns", "most"),
-    [(LEAST_DEPTH - 1, 128, None), (384, 32, None), (384, 128, LEAST_ROWS - 1), (96, 64, LEAST_WORK // 6144)],
+    [(MIN_DEPTH - 1, 128, None), (384, 32, None), (384, 128, MIN_ROWS - 1), (96, 64, MIN_WORK // 6144)],
 )
 def test_products_with_too_little_work_do_not(depth: int, columns: int, most: int | None) -> None:
     assert not takes(linear(weights(depth, columns), most))
@@ -211,7 +211,7 @@ def test_results_are_as_exact_as_the_lengths_of_rows_and_columns_allow(
 ) -> None:
     w, most = weights(depth, columns), InnerTile.of(target).rows
     run = compiled(linear(w), target)
-    for count in (0, 1, LEAST_ROWS - 1, LEAST_ROWS, most, most + 1, 47, 64, 129):
+    for count in (0, 1, MIN_ROWS - 1, MIN_ROWS, most, most + 1, 47, 64, 129):
         check(run, rows(count, depth), w)
 
 
@@ -222,7 +222,7 @@ def test_results_are_as_exact_as_the_lengths_of_rows_and_columns_allow(
 def test_the_loops_mean_what_they_did(depth: int, columns: int, target: Target) -> None:
     w = weights(depth, columns)
     run = interpreted(linear(w), target)
-    for count in (0, 1, LEAST_ROWS - 1, LEAST_ROWS, InnerTile.of(target).rows + 1):
+    for count in (0, 1, MIN_ROWS - 1, MIN_ROWS, InnerTile.of(target).rows + 1):
         check(run, rows(count, depth), w)
 
 
@@ -364,7 +364,7 @@ def test_joined_products_take_one_pass_over_their_operand() -> None:
         results = [bb.emit(get_op("gelu")(bb.emit(get_op("matmul")(x, Constant.of(each))))) for each in w]
         bb.result(Tuple(tuple(results)))
     module = bb.module()
-    (program,) = (p for p in decided(module)[0].programs().values() if p.attrs.get(VARIANTS))
+    (program,) = (p for p in decided(module)[0].programs().values() if p.attrs.get(MIN_PREPARED_ROWS))
     assert program.num_outputs == 3
     assert sum(b.name.endswith("_prepared") for b in _allocated(program)) == 1
     run = compiled(module)
@@ -399,7 +399,7 @@ def test_the_result_takes_over_what_is_added_to_it() -> None:
         product = bb.emit(get_op("matmul")(bb.emit(get_op("tanh")(x)), Constant.of(w)))
         bb.result(bb.emit(get_op("exp")(bb.emit(get_op("add")(bb.emit(get_op("relu")(y)), product)))))
     module = run_passes(bb.module(), default_pipeline()[: _NAMES.index("schedule") + 1], PassContext(target=ZEN4))
-    (program,) = (p for p in module.programs().values() if p.attrs.get(VARIANTS))
+    (program,) = (p for p in module.programs().values() if p.attrs.get(MIN_PREPARED_ROWS))
     pairs: Any = program.attrs["in_place"]
     assert [program.params[b] in program.outputs for _, b in pairs] == [True]
     assert [program.params[a].shape for a, _ in pairs] == [program.outputs[0].shape]

@@ -7,6 +7,7 @@ import pytest
 
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.ir import ops
+from relaxlite.ir.attributes import MIN_PREPARED_ROWS
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Expr, Tuple
 from relaxlite.ir.module import IRModule
@@ -15,15 +16,14 @@ from relaxlite.ir.symbolic import SymVar, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import program_calls
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.constant_values import matrix_of
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.constant_values import evaluate_matrix
+from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import constant_weights as constant_products
 from relaxlite.passes.products import winograd_loops as inner_product_loops
 from relaxlite.passes.products import winograd_products as inner_products
-from relaxlite.passes.products.prepared_rows import VARIANTS
-from relaxlite.passes.products.winograd_loops import LEAST_ROWS
+from relaxlite.passes.products.winograd_loops import MIN_ROWS
 from relaxlite.passes.products.winograd_weights import TERMS
 from relaxlite.passes.products.winograd_widened import PART
 from relaxlite.target import Target
@@ -64,8 +64,8 @@ def rows(count: int, depth: int) -> np.ndarray:
 @pytest.fixture
 def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products take it, too, which Python runs in bearable time."""
-    monkeypatch.setattr(inner_product_loops, "LEAST_WORK", 1)
-    for name in ("LEAST_DEPTH", "LEAST_COLUMNS"):
+    monkeypatch.setattr(inner_product_loops, "MIN_WORK", 1)
+    for name in ("MIN_DEPTH", "MIN_COLUMNS"):
         monkeypatch.setattr(inner_products, name, 1)
 
 
@@ -73,7 +73,7 @@ def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @each_kind
 def test_weights_stay_in_their_bits_and_get_both_ways(kind: str, target: Target) -> None:
     made, reasons = decided(module(weight_of(kind, 288, 256), 288), target)
-    (program,) = [p for p in made.programs().values() if p.attrs.get(VARIANTS)]
+    (program,) = [p for p in made.programs().values() if p.attrs.get(MIN_PREPARED_ROWS)]
     assert [taken for taken, _ in reasons] == [True]
     stored = {b.dtype for b in program.inputs if len(b.shape) == 2 and str(b.shape[0]) != "m"}
     assert stored & {"int32", "int8", "uint8", "float16"}
@@ -87,7 +87,7 @@ def test_the_loops_mean_what_they_did(kind: str, target: Target) -> None:
     """In the interpreter: a depth that is not of whole steps or words, and columns that are not of whole vectors."""
     weight = weight_of(kind, 45, 35)
     run = interpreted(module(weight, 45), target)
-    for count in (0, 1, LEAST_ROWS, 23):
+    for count in (0, 1, MIN_ROWS, 23):
         check(run, rows(count, 45), floats(weight))
 
 
@@ -128,7 +128,8 @@ def test_weights_are_looked_at_some_columns_at_a_time(monkeypatch: pytest.Monkey
 
     def beside() -> list[np.ndarray]:
         made = decided(layer, TARGETS[0])[0]
-        (call,) = [call for call in program_calls(made) if made.programs()[call.callee.name].attrs.get(VARIANTS)]
+        prepared = {name for name, program in made.programs().items() if program.attrs.get(MIN_PREPARED_ROWS)}
+        (call,) = [call for call in program_calls(made) if call.callee.name in prepared]
         return [arg.value for arg in call.args if isinstance(arg, Constant) and arg.value.shape == (256,)]
 
     whole = beside()
@@ -173,7 +174,7 @@ def joined(weights: list[Weight], depth: int) -> IRModule:
 def test_joined_products_of_all_kinds_take_one_pass_over_their_operand(target: Target) -> None:
     weights = [weight_of(kind, 512, 192) for kind in KINDS]
     made, _ = decided(joined(weights, 512), target)
-    assert [p.num_outputs for p in made.programs().values() if p.attrs.get(VARIANTS)] == [len(weights)]
+    assert [p.num_outputs for p in made.programs().values() if p.attrs.get(MIN_PREPARED_ROWS)] == [len(weights)]
     run = compiled(joined(weights, 512), target)
     for count in (1, 16, 65):
         x = rows(count, 512)
@@ -231,6 +232,6 @@ def test_values_of_constants() -> None:
     arrays = {a: np.arange(20, dtype=np.float32).reshape(5, 4), s: np.arange(5, dtype=np.float32)}
     scaled = Select(less(k, 3), Unary("neg", a[k, j]), s[k])
     wanted = np.concatenate([-arrays[a][:3], np.repeat(arrays[s][3:, None], 4, 1)])
-    np.testing.assert_array_equal(matrix_of(scaled, k, j, (5, 4), arrays), wanted)
-    np.testing.assert_array_equal(matrix_of(Literal(2.0, "float32"), k, j, (2, 3), {}), np.full((2, 3), 2))
-    np.testing.assert_array_equal(matrix_of(IndexValue(k * 2), k, j, (2, 1), {}), [[0], [2]])
+    np.testing.assert_array_equal(evaluate_matrix(scaled, k, j, (5, 4), arrays), wanted)
+    np.testing.assert_array_equal(evaluate_matrix(Literal(2.0, "float32"), k, j, (2, 3), {}), np.full((2, 3), 2))
+    np.testing.assert_array_equal(evaluate_matrix(IndexValue(k * 2), k, j, (2, 1), {}), [[0], [2]])

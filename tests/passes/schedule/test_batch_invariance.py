@@ -13,9 +13,9 @@ from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
 from relaxlite.frontend.llm.config import Experts, Rope
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.ir import ops
+from relaxlite.ir.attributes import BATCH_INVARIANT
 from relaxlite.ir.expr import Attrs, Constant
 from relaxlite.llm.compiled_engine import CompiledEngine
-from relaxlite.passes.products.choice import BATCH_INVARIANT
 from relaxlite.target import Target
 from tests.frontend.llm.test_gguf import packed
 from tests.support import tiers

@@ -31,19 +31,19 @@ from relaxlite.ir.program_verifier import verify_program
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.edits import (
+from relaxlite.passes.loops.pattern import reduction_of
+from relaxlite.passes.loops.transforms import (
     distribute,
     fuse,
     hoist_lets,
     less,
-    masked_rest,
+    masked_tail,
     nest,
     split,
     split_reduction,
     when_positive,
 )
-from relaxlite.passes.loops.pattern import reduction_of
-from relaxlite.passes.loops.versioning import clamped_loops
+from relaxlite.passes.loops.versioning import clamped_indices
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule.cpu.programs import schedule_program
@@ -53,7 +53,7 @@ from tests.support import tiers
 from tests.support.ir_text import program
 from tests.support.random_programs import (
     COMBINATIONS,
-    MOST_WORK,
+    MAX_WORK,
     SIZES,
     N,
     assert_same_program,
@@ -110,7 +110,7 @@ def rest_of(loop: For, start: SymExpr, count: SymExpr) -> Stmt:
 @random_programs
 @given(st.data(), maps(), sizes, st.integers(1, 5))
 def test_split(data: Any, given: TensorProgram, size: tuple[int, int], factor: int) -> None:
-    assume(loops_of(given) and work_of(given, size) <= MOST_WORK)
+    assume(loops_of(given) and work_of(given, size) <= MAX_WORK)
     loop = data.draw(st.sampled_from(loops_of(given)))
     main, inner, start, count = split(loop, factor)
     assert isinstance(main.body, For) and main.body.var is inner and inner.upper == factor - 1
@@ -121,17 +121,17 @@ def test_split(data: Any, given: TensorProgram, size: tuple[int, int], factor: i
 @random_programs
 @given(maps(), sizes, st.integers(1, 8))
 def test_the_masked_rest_of_a_split(given: TensorProgram, size: tuple[int, int], lanes: int) -> None:
-    assume(loops_of(given) and work_of(given, size) <= MOST_WORK)
+    assume(loops_of(given) and work_of(given, size) <= MAX_WORK)
     loop = loops_of(given)[-1]
     main, _, start, count = split(loop, lanes)
-    rest = when_positive(count, masked_rest(loop, start, lanes))
+    rest = when_positive(count, masked_tail(loop, start, lanes))
     assert_same_program(given, swapped(given, loop, seq(*when_positive(main.extent, main), *rest)), size)
 
 
 @random_programs
 @given(maps(), sizes)
 def test_fuse(given: TensorProgram, size: tuple[int, int]) -> None:
-    assume(len(loops_of(given)) > 1 and work_of(given, size) <= MOST_WORK)
+    assume(len(loops_of(given)) > 1 and work_of(given, size) <= MAX_WORK)
     outer, inner = loops_of(given)[-2:]
     assert_same_program(given, swapped(given, outer, fuse(outer, inner)), size)
 
@@ -143,7 +143,7 @@ def test_distribute(given: TensorProgram, size: tuple[int, int], masked: int) ->
     reduction = reduction_of(given.body)
     assert reduction is not None
     known = [loop for loop in reduction.spatial if as_int(loop.extent) is not None]
-    assume(known and work_of(given, size) <= MOST_WORK)
+    assume(known and work_of(given, size) <= MAX_WORK)
     outer = [loop for loop in reduction.spatial if loop not in known]
     last = known[-1]
     longer = [*known[:-1], replace(last, extent=last.extent + masked)]
@@ -156,7 +156,7 @@ def test_distribute(given: TensorProgram, size: tuple[int, int], masked: int) ->
 @random_programs
 @given(reductions(), sizes, st.sampled_from((1, 2, 4)), st.integers(1, 3))
 def test_split_reduction(given: TensorProgram, size: tuple[int, int], lanes: int, accumulators: int) -> None:
-    assume(work_of(given, size) <= MOST_WORK)
+    assume(work_of(given, size) <= MAX_WORK)
     inner = loops_of(given)[-1]
     assert isinstance(inner.body, Store) and inner.body.combine is not None
     start = identity(inner.body.combine, inner.body.buffer.dtype)
@@ -570,9 +570,9 @@ def any_order(sizes: tuple[int, int], given: TensorProgram, bits: int) -> None:
 
 
 def fitting(given: TensorProgram, sizes: tuple[int, int]) -> tuple[int, int]:
-    while work_of(given, sizes) > MOST_WORK and sizes != (0, 0):
+    while work_of(given, sizes) > MAX_WORK and sizes != (0, 0):
         sizes = (sizes[0] // 2, sizes[1] // 2)
-    assume(work_of(given, sizes) <= MOST_WORK)
+    assume(work_of(given, sizes) <= MAX_WORK)
     return sizes
 
 
@@ -730,7 +730,7 @@ def test_two_stores_are_vectors_where_they_lie_apart(name: str, is_vector: bool)
 
 def test_a_clamped_index_gets_a_nest_of_its_own_for_the_usual_case() -> None:
     given = program(ODD["a broadcast decided at run time"])
-    assert clamped_loops(given.body)
+    assert clamped_indices(given.body)
     made = schedule_program(given, TARGETS[256])
     assert isinstance(made.body, IfThenElse)
 

@@ -31,7 +31,7 @@ class Scheduled:
     def __init__(self, s: Schedule) -> None:
         self.program = s.program()
         verify_program("p", self.program)
-        assert str(Schedule.replay(s.given, self.program.attrs["schedule"])) == str(s)  # type: ignore[arg-type]
+        assert str(Schedule.replay(s.original, self.program.attrs["schedule"])) == str(s)  # type: ignore[arg-type]
         self.kernel = NativeKernel(self.program)
         self.packings = {name: (packing, NativeKernel(packing)) for name, packing in s.packings}
 

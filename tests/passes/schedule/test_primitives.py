@@ -26,7 +26,7 @@ from tests.support import tiers
 from tests.support.ir_text import program
 from tests.support.native_kernel import NativeKernel
 from tests.support.random_programs import (
-    MOST_WORK,
+    MAX_WORK,
     SIZES,
     N,
     assert_close,
@@ -41,7 +41,7 @@ from tests.support.random_programs import (
 )
 from tests.support.random_schedules import attempt, dots, draw_step, in_place, pipelines
 
-MOST_STEPS = 7
+MAX_STEPS = 7
 PROGRAMS = {f.__name__: f for f in (maps, products, reductions, rows, pipelines, in_place, dots)}
 
 
@@ -82,9 +82,9 @@ def scheduled(data: Any, kind: str) -> tuple[TensorProgram, Schedule, tuple[int,
     """A random program, random steps on it (those that are refused change nothing), and sizes to run it at."""
     before = data.draw(PROGRAMS[kind]())
     sizes = data.draw(st.sampled_from(SIZES)), data.draw(st.sampled_from(SIZES))
-    assume(work_of(before, sizes) <= MOST_WORK and (kind != "pipelines" or min(sizes) > 0))  # which reads row 0
+    assume(work_of(before, sizes) <= MAX_WORK and (kind != "pipelines" or min(sizes) > 0))  # which reads row 0
     s = Schedule(before)
-    for _ in range(data.draw(st.integers(1, MOST_STEPS))):
+    for _ in range(data.draw(st.integers(1, MAX_STEPS))):
         if attempt(draw_step(data.draw, s)):
             verify_program("scheduled", s.program())
     return before, s, sizes
@@ -197,6 +197,7 @@ def test_the_rules_leave_a_schedule() -> None:
     """Which rule took which loops, the size of tiles and vectors, and what runs in parallel."""
     target = Target.parse("llvm -mcpu=x86-64-v4 -mtriple=x86_64-unknown-linux-gnu")
     assert steps_of(schedule_program(matmul(), target)) == (
+        'strategy("fma", rows=1)',
         'register_tile("j", row="i", rows=8, vectors=3, lanes=16)',
         'parallelize("io")',
     )
@@ -223,7 +224,7 @@ def test_the_rules_leave_a_schedule() -> None:
         'parallelize("ijo")',
         'parallelize("p")',
     )
-    with pytest.raises(ScheduleError, match="register_tile is no primitive"):
+    with pytest.raises(ScheduleError, match="strategy is no primitive"):
         Schedule.replay(matmul(), steps_of(schedule_program(matmul(), target)))
 
 

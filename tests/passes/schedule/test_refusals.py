@@ -20,7 +20,7 @@ from relaxlite.errors import CodegenError, ExecutionError, ScheduleError, Verify
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.program import For, TensorProgram
 from relaxlite.ir.program_verifier import verify_program
-from relaxlite.passes.loops import edits as rewrite
+from relaxlite.passes.loops import transforms as rewrite
 from relaxlite.passes.schedule.primitives import Schedule, layout, loops, staging
 from relaxlite.passes.schedule.primitives import tensorize as tensors
 from relaxlite.passes.schedule.primitives.tree import find_loop

@@ -28,7 +28,7 @@ from relaxlite.passes.schedule.tuning import TunedProgram, Tuning, program_key
 from relaxlite.target import Target
 from tests.support import onnx_models as om
 from tests.support import tiers
-from tests.support.random_programs import MOST_WORK, SIZES, assert_same_program, products, reductions, work_of
+from tests.support.random_programs import MAX_WORK, SIZES, assert_same_program, products, reductions, work_of
 
 HOST = Target.host()
 AVX2 = Target.parse("llvm -mcpu=x86-64-v3")
@@ -97,7 +97,7 @@ choices = st.builds(
 def test_no_choice_changes_what_a_program_computes(
     program: TensorProgram, choice: ScheduleChoice, sizes: tuple[int, int]
 ) -> None:
-    assume(work_of(program, sizes) <= MOST_WORK)
+    assume(work_of(program, sizes) <= MAX_WORK)
     made = schedule_program(program, AVX2, choice)
     assert made.symbols == program.symbols
     verify_program("scheduled", made)
@@ -302,7 +302,7 @@ def test_measuring_takes_a_low_percentile_at_each_size() -> None:
     contender.times = [[], []]
     contender.measure()
     low = [np.percentile(times, tuner.LOW_PERCENTILE) for times in contender.times]
-    assert all(len(t) >= tuner.LEAST_RUNS for t in contender.times) and contender.low == low
+    assert all(len(t) >= tuner.MIN_RUNS for t in contender.times) and contender.low == low
 
 
 def test_every_size_counts_as_much_as_a_larger_one() -> None:

@@ -53,8 +53,8 @@ _KEYS = {
     "expert_groups_chosen": ("topk_group", "expert_group_used_count"),
     "shared_width": ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
 }
-_MOST = {"layers": 10_000}  # of any integer: 2**31; a damaged file may say anything
-_MOST_EXPERTS = 100_000  # of all layers
+_MAX = {"layers": 10_000}  # of any integer: 2**31; a damaged file may say anything
+_MAX_EXPERTS = 100_000  # of all layers
 _SCORES: Mapping[int, Scores] = {1: "softmax", 2: "sigmoid"}  # as GGUF numbers them; 0: it does not say
 _NUMBERED = [f"{number} ({scores})" for number, scores in _SCORES.items()]
 
@@ -72,29 +72,29 @@ class Hyperparameters:
 
     def get(self, name: str, default: Any = None) -> Any:
         hugging_face, gguf = _KEYS[name]
-        found = self.raw.get(self.prefix + gguf if self.is_gguf else hugging_face)
-        return default if found is None else found
+        result = self.raw.get(self.prefix + gguf if self.is_gguf else hugging_face)
+        return default if result is None else result
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer. ImportModelError: it is missing and has no default, or is none."""
-        found = self.get(name, default)
-        if isinstance(found, list) and found and all(value == found[0] for value in found):
-            found = found[0]  # one for each layer, and all the same
-        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found <= _MOST.get(name, 2**31):
-            raise self._error(name, found, "a positive integer, the same for all layers")
-        return found
+        result = self.get(name, default)
+        if isinstance(result, list) and result and all(value == result[0] for value in result):
+            result = result[0]  # one for each layer, and all the same
+        if not isinstance(result, int) or isinstance(result, bool) or not 0 < result <= _MAX.get(name, 2**31):
+            raise self._error(name, result, "a positive integer, the same for all layers")
+        return result
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number. ImportModelError: it is missing and has no default, or is none."""
-        found: Any = self.get(name, default)
-        if _is_positive(found):
-            return float(found)
-        raise self._error(name, found, "a positive number")
+        result: Any = self.get(name, default)
+        if _is_positive(result):
+            return float(result)
+        raise self._error(name, result, "a positive number")
 
     def optional(self, name: str) -> float | None:
         """A positive number, or None where the checkpoint does not say one; in GGUF 0 says so, too."""
-        found = self.get(name)
-        return None if found is None or (self.is_gguf and found == 0) else self.number(name)
+        result = self.get(name)
+        return None if result is None or (self.is_gguf and result == 0) else self.number(name)
 
     def head_width(self, default: int | None) -> int:
         """Of each head, where config.json does not say `default`, in GGUF and without that the share of each."""
@@ -103,10 +103,10 @@ class Hyperparameters:
 
     def flag(self, name: str) -> bool:
         """False where the checkpoint does not say. ImportModelError: neither true nor false."""
-        found = self.get(name, False)
-        if isinstance(found, bool):
-            return found
-        raise self._error(name, found, "true or false")
+        result = self.get(name, False)
+        if isinstance(result, bool):
+            return result
+        raise self._error(name, result, "true or false")
 
     def biases(self) -> dict[str, bool]:
         """Which products have them."""
@@ -119,21 +119,21 @@ class Hyperparameters:
 
     def size(self, key: str) -> int:
         """A positive integer under a key of the checkpoint's own."""
-        found = self.raw.get(key)
-        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found < 2**20:
+        result = self.raw.get(key)
+        if not isinstance(result, int) or isinstance(result, bool) or not 0 < result < 2**20:
             raise ImportModelError(
-                f"{self.source}: the hyperparameter {key!r} is {found!r}; it must be a positive integer"
+                f"{self.source}: the hyperparameter {key!r} is {result!r}; it must be a positive integer"
             )
-        return found
+        return result
 
     def by_layer(self, name: str) -> tuple[int, ...]:
         """A positive integer of each layer, which the checkpoint gives one by one or once for all."""
-        found, layers = self.get(name), self.integer("layers")
-        if not isinstance(found, list):
+        result, layers = self.get(name), self.integer("layers")
+        if not isinstance(result, list):
             return (self.integer(name),) * layers
-        if len(found) != layers or not all(isinstance(value, int) and 0 < value <= 2**31 for value in found):
-            raise self._error(name, found, f"a positive integer for each of {layers} layers")
-        return tuple(found)
+        if len(result) != layers or not all(isinstance(value, int) and 0 < value <= 2**31 for value in result):
+            raise self._error(name, result, f"a positive integer for each of {layers} layers")
+        return tuple(result)
 
     def kv_heads_of_some(self) -> int:
         """Of the layers that attend, where GGUF says 0 of the others."""
@@ -148,12 +148,12 @@ class Hyperparameters:
 
     def guessing_layers(self) -> int:
         """Of the blocks that GGUF counts, those at the end that guess tokens further ahead: we have other guesses."""
-        found = self.raw.get(f"{self.prefix}nextn_predict_layers", 0) if self.is_gguf else 0
-        if not isinstance(found, int) or not 0 <= found < self.integer("layers"):
+        result = self.raw.get(f"{self.prefix}nextn_predict_layers", 0) if self.is_gguf else 0
+        if not isinstance(result, int) or not 0 <= result < self.integer("layers"):
             raise ImportModelError(
-                f"{self.source}: {self.prefix}nextn_predict_layers = {found!r} must be fewer than all blocks"
+                f"{self.source}: {self.prefix}nextn_predict_layers = {result!r} must be fewer than all blocks"
             )
-        return found
+        return result
 
     def layers_behind(self, key: str, usual: int) -> tuple[bool, ...]:
         """By layer, whether it is none of the first ones, whose number a key of config.json says."""
@@ -165,15 +165,15 @@ class Hyperparameters:
         return None if self.is_gguf else self._count(key, usual, "experts") * self.integer("expert_width") or None
 
     def _count(self, key: str, usual: int, of: str) -> int:
-        found = self.raw.get(key, usual)
-        if not isinstance(found, int) or found < 0:
-            raise ImportModelError(f"{self.source}: {key} = {_short(found)} must be a number of {of}")
-        return found
+        result = self.raw.get(key, usual)
+        if not isinstance(result, int) or result < 0:
+            raise ImportModelError(f"{self.source}: {key} = {_short(result)} must be a number of {of}")
+        return result
 
     def window(self) -> int | None:
         """How many last tokens layers see; None: all."""
-        found = self.get("window")
-        return None if found is None or (self.is_gguf and found == 0) else self.integer("window")
+        result = self.get("window")
+        return None if result is None or (self.is_gguf and result == 0) else self.integer("window")
 
     def local_layers(self, every: int) -> tuple[bool, ...]:
         """By layer, whether it is local: as the checkpoint says, all but each n-th where it says n, or each `every`-th
@@ -301,11 +301,11 @@ class Hyperparameters:
             return None
 
         def number(key: str, default: float | None = None) -> float:
-            found = said.get(key)
-            found = default if found is None else found
-            if not _is_positive(found):
-                raise ImportModelError(f"{self.source}: {key} of the rotary embedding ({kind}) is {_short(found)}")
-            return float(found)
+            result = said.get(key)
+            result = default if result is None else result
+            if not _is_positive(result):
+                raise ImportModelError(f"{self.source}: {key} of the rotary embedding ({kind}) is {_short(result)}")
+            return float(result)
 
         if kind == "linear":
             return RopeScaling("linear", number("factor"))
@@ -346,10 +346,10 @@ class Hyperparameters:
         )
 
     def _divisors(self, said: Mapping[str, Any], key: str) -> tuple[float, ...]:
-        found = said.get(key)
-        if not isinstance(found, list) or not found or not all(map(_is_positive, found)):
-            raise ImportModelError(f"{self.source}: {key} of the rotary embedding (longrope) is {_short(found)}")
-        return tuple(map(float, found))
+        result = said.get(key)
+        if not isinstance(result, list) or not result or not all(map(_is_positive, result)):
+            raise ImportModelError(f"{self.source}: {key} of the rotary embedding (longrope) is {_short(result)}")
+        return tuple(map(float, result))
 
     def _gguf_scaling(self) -> RopeScaling | None:
         place = f"{self.prefix}rope.scaling."
@@ -405,7 +405,7 @@ class Hyperparameters:
                         f"{self.source}: expert_gating_func = {number!r}; known are {', '.join(_NUMBERED)}"
                     )
                 scores = _SCORES[number]
-        if count * layers > _MOST_EXPERTS:
+        if count * layers > _MAX_EXPERTS:
             raise ImportModelError(f"{self.source}: {layers} layers of {count} experts are more than anybody has")
         if shared is None and self.get("shared_width"):
             shared = self.integer("shared_width")
@@ -429,16 +429,16 @@ class Hyperparameters:
         """Which layers have experts; empty: all of them."""
         if self.is_gguf:
             given = self.raw.get(f"{self.prefix}expert_layers", ())
-            found = tuple(k in given for k in range(layers))
-            return () if all(found) else found
+            result = tuple(k in given for k in range(layers))
+            return () if all(result) else result
         without, step = self.raw.get("mlp_only_layers") or [], self.raw.get("decoder_sparse_step") or 1
         if not isinstance(without, list) or not isinstance(step, int) or step < 1:
             raise ImportModelError(
                 f"{self.source}: mlp_only_layers = {_short(without)} must be a list of layers, decoder_sparse_step = "
                 f"{_short(step)} a positive integer"
             )
-        found = tuple(k not in without and (k + 1) % step == 0 for k in range(layers))
-        return () if all(found) else found
+        result = tuple(k not in without and (k + 1) % step == 0 for k in range(layers))
+        return () if all(result) else result
 
     def decoder(self, architecture: str, **specific: Any) -> DecoderConfig:
         """The configuration that follows from the usual hyperparameters, but for what is given."""
@@ -466,26 +466,26 @@ class Hyperparameters:
             "norm_epsilon": lambda: self.number("norm_epsilon"),
             "is_tied": lambda: self.flag("is_tied"),
         }
-        found: dict[str, Any] = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_width": width}
-        found |= {name: read() for name, read in usual.items() if name not in specific}
-        found |= specific
-        if "rope" not in found:
-            found["rope"] = self.rope(width)
-        scaling = found["rope"].scaling
+        result: dict[str, Any] = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_width": width}
+        result |= {name: read() for name, read in usual.items() if name not in specific}
+        result |= specific
+        if "rope" not in result:
+            result["rope"] = self.rope(width)
+        scaling = result["rope"].scaling
         if scaling is not None and scaling.kind == "longrope":
-            if not self.is_gguf and {len(scaling.short), len(scaling.long)} != {found["rope"].width // 2}:
+            if not self.is_gguf and {len(scaling.short), len(scaling.long)} != {result["rope"].width // 2}:
                 raise ImportModelError(
-                    f"{self.source}: {found['rope'].width} elements of a head are turned, so that short_factor and "
-                    f"long_factor need {found['rope'].width // 2} numbers, got {len(scaling.short)} and "
+                    f"{self.source}: {result['rope'].width} elements of a head are turned, so that short_factor and "
+                    f"long_factor need {result['rope'].width // 2} numbers, got {len(scaling.short)} and "
                     f"{len(scaling.long)}"
                 )
-            found["usual_context"] = min(scaling.original_context, found["context"])
-        if scaling is not None and scaling.kind == "yarn" and found["context"] <= scaling.original_context:
+            result["usual_context"] = min(scaling.original_context, result["context"])
+        if scaling is not None and scaling.kind == "yarn" and result["context"] <= scaling.original_context:
             context = scaling.original_context * scaling.factor  # added as cards of models say to
             if context > 2**31:
                 raise ImportModelError(f"{self.source}: a factor of yarn of {scaling.factor} is more than anybody has")
-            found["context"] = int(context)
-        return DecoderConfig(architecture, **found)
+            result["context"] = int(context)
+        return DecoderConfig(architecture, **result)
 
 
 def _is_positive(value: Any) -> TypeGuard[float]:

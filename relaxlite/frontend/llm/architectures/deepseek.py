@@ -130,7 +130,7 @@ def _apart(weights: dict[str, Weight], config: DecoderConfig, source: str) -> di
     """What makes keys and values, by head; turned elements in halves."""
     net = config.latent
     assert net is not None
-    found: dict[str, Weight] = {}
+    result: dict[str, Weight] = {}
     for name, weight in weights.items():
         begin, _, kind = name.rpartition(".")
         if kind in ("latent_keys", "latent_values"):
@@ -139,18 +139,18 @@ def _apart(weights: dict[str, Weight], config: DecoderConfig, source: str) -> di
                     f"{source}: weight {name} has shape {weight.shape}; it needs a matrix for each of {config.heads} "
                     "heads"
                 )
-            found |= {f"{name}.{h}": weight.member(h) for h in range(config.heads)}
+            result |= {f"{name}.{h}": weight.member(h) for h in range(config.heads)}
             continue
         if kind == "kv_up":
-            found |= _by_head(name, weight, config, source)
+            result |= _by_head(name, weight, config, source)
         else:
-            found[f"{begin}.q" if kind == "q_up" else name] = weight
+            result[f"{begin}.q" if kind == "q_up" else name] = weight
     for k in range(config.layers):
         for name, heads, plain in (("q", config.heads, net.plain), ("kv_down", 1, net.rank)):
             for each in (f"layers.{k}.{name}", f"layers.{k}.{name}_bias"):
-                if each in found and found[each].shape[0] == heads * (plain + net.turned):
-                    found[each] = found[each].rows(_in_halves(heads, plain, net.turned))
-    return found
+                if each in result and result[each].shape[0] == heads * (plain + net.turned):
+                    result[each] = result[each].rows(_in_halves(heads, plain, net.turned))
+    return result
 
 
 def _in_halves(heads: int, plain: int, turned: int) -> np.ndarray[Any, Any]:
@@ -168,14 +168,14 @@ def _by_head(name: str, weight: Weight, config: DecoderConfig, source: str) -> d
     shape = (config.heads * both, net.rank)
     if weight.shape != shape:
         raise ImportModelError(f"{source}: weight {name} has shape {weight.shape}, the hyperparameters say {shape}")
-    found, begin = {}, name.removesuffix("kv_up")
+    result, begin = {}, name.removesuffix("kv_up")
     for h in range(config.heads):
         keys = weight.part(h * both, h * both + net.plain)
         if not isinstance(keys.stored, np.ndarray) or keys.block_format is not None:
             keys = Weight(keys.to_float32(), keys.shape)
-        found[f"{begin}latent_keys.{h}"] = keys.transposed
-        found[f"{begin}latent_values.{h}"] = weight.part(h * both + net.plain, (h + 1) * both)
-    return found
+        result[f"{begin}latent_keys.{h}"] = keys.transposed
+        result[f"{begin}latent_values.{h}"] = weight.part(h * both + net.plain, (h + 1) * both)
+    return result
 
 
 _HUGGING_FACE = {

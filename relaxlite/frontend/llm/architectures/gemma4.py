@@ -104,40 +104,40 @@ def _experts(h: Hyperparameters) -> Experts | None:
 def _local_layers(h: Hyperparameters) -> tuple[bool, ...]:
     if h.is_gguf and h.get("window_pattern") is None:
         raise ImportModelError(f"{h.source}: the hyperparameter {h.key('window_pattern')!r} is missing")
-    found = h.local_layers(_PATTERN)
-    return found if h.is_gguf else (*found[:-1], False)  # as transformers does whatever config.json says
+    result = h.local_layers(_PATTERN)
+    return result if h.is_gguf else (*result[:-1], False)  # as transformers does whatever config.json says
 
 
 def _shared_layers(h: Hyperparameters) -> int:
     """How many layers at the end have no keys and values of their own."""
     key, layers = f"{h.prefix}attention.shared_kv_layers" if h.is_gguf else "num_kv_shared_layers", h.integer("layers")
-    found = h.raw.get(key) or 0
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < layers:
-        raise ImportModelError(f"{h.source}: {key} = {found!r} must be fewer than all {layers} layers")
-    return found
+    result = h.raw.get(key) or 0
+    if not isinstance(result, int) or isinstance(result, bool) or not 0 <= result < layers:
+        raise ImportModelError(f"{h.source}: {key} = {result!r} must be fewer than all {layers} layers")
+    return result
 
 
 def _keys_of(h: Hyperparameters, local: tuple[bool, ...], first: int) -> tuple[int, ...]:
     """From `first` on each layer reads keys and values of the last one before that is local, or global, as it is."""
     last = {is_local: k for k, is_local in enumerate(local[:first])}
-    found = tuple(k if k < first else last.get(is_local) for k, is_local in enumerate(local))
-    missing = next((k for k, source in enumerate(found) if source is None), None)
+    result = tuple(k if k < first else last.get(is_local) for k, is_local in enumerate(local))
+    missing = next((k for k, source in enumerate(result) if source is None), None)
     if missing is not None:
         raise ImportModelError(
             f"{h.source}: layer {missing} shares keys and values of a {_LOCAL if local[missing] else _GLOBAL} layer "
             f"before layer {first}, and there is none"
         )
-    return tuple(source for source in found if source is not None)
+    return tuple(source for source in result if source is not None)
 
 
 def _unvalued(h: Hyperparameters, local: tuple[bool, ...], first: int) -> tuple[bool, ...]:
     """Which layers have keys for values: config.json says it of all global ones, of GGUF it is those without others."""
     if h.is_gguf:
-        found = tuple(k < first and k not in h.raw[f"{h.prefix}value_layers"] for k in range(len(local)))
+        result = tuple(k < first and k not in h.raw[f"{h.prefix}value_layers"] for k in range(len(local)))
     else:
         is_so = bool(h.raw.get("attention_k_eq_v"))
-        found = tuple(is_so and k < first and not is_local for k, is_local in enumerate(local))
-    return found if any(found) else ()
+        result = tuple(is_so and k < first and not is_local for k, is_local in enumerate(local))
+    return result if any(result) else ()
 
 
 def _heads(h: Hyperparameters, local: tuple[bool, ...]) -> tuple[dict[str, int], dict[str, int]]:
@@ -152,12 +152,12 @@ def _heads(h: Hyperparameters, local: tuple[bool, ...]) -> tuple[dict[str, int],
         widths, changes = [h.head_width(256)] * len(local), _changes(h, kinds)
         for k, change in enumerate(changes):
             widths[k], counts[k] = change.get("head_dim", widths[k]), change.get("num_key_value_heads", counts[k])
-    found = _by_kind(h, "head_dim", kinds, widths), _by_kind(h, "num_key_value_heads", kinds, counts)
+    result = _by_kind(h, "head_dim", kinds, widths), _by_kind(h, "num_key_value_heads", kinds, counts)
     heads = h.integer("heads")
-    wrong = next((count for count in found[1].values() if heads % count), None)
+    wrong = next((count for count in result[1].values() if heads % count), None)
     if wrong is not None:
         raise ImportModelError(f"{h.source}: {heads} heads cannot share {wrong} heads of keys and values")
-    return found
+    return result
 
 
 def _changes(h: Hyperparameters, kinds: list[str]) -> list[Mapping[str, int]]:
@@ -169,10 +169,10 @@ def _changes(h: Hyperparameters, kinds: list[str]) -> list[Mapping[str, int]]:
         usual = {"head_dim": 512 if width is None else width}
         if h.raw.get("attention_k_eq_v") and h.raw.get("num_global_key_value_heads") is not None:
             usual["num_key_value_heads"] = h.raw["num_global_key_value_heads"]
-        found: dict[str, Any] = {str(k): usual for k, kind in enumerate(kinds) if kind == _GLOBAL}
+        usuals: dict[str, Any] = {str(k): usual for k, kind in enumerate(kinds) if kind == _GLOBAL}
     else:
-        found = dict(said) if isinstance(said, Mapping) else {"": said}
-    for place, change in found.items():
+        usuals = dict(said) if isinstance(said, Mapping) else {"": said}
+    for place, change in usuals.items():
         if not place.isdecimal() or int(place) >= len(kinds) or not isinstance(change, Mapping):
             raise ImportModelError(f"{h.source}: per_layer_config must be an object by the numbers of layers")
         for key, value in change.items():
@@ -180,17 +180,17 @@ def _changes(h: Hyperparameters, kinds: list[str]) -> list[Mapping[str, int]]:
                 raise ImportModelError(f"{h.source}: {key!r} in per_layer_config is not supported")
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**20:
                 raise ImportModelError(f"{h.source}: {key} of layer {place} is {value!r}, no positive integer")
-    numbered = {int(place): change for place, change in found.items()}
+    numbered = {int(place): change for place, change in usuals.items()}
     return [numbered.get(k, {}) for k in range(len(kinds))]
 
 
 def _by_kind(h: Hyperparameters, name: str, kinds: list[str], values: list[int]) -> dict[str, int]:
     """The same for all layers of a kind; of a kind that there is not what the other has."""
-    found = dict(zip(kinds, values, strict=True))
+    result = dict(zip(kinds, values, strict=True))
     for kind, value in zip(kinds, values, strict=True):
-        if found[kind] != value:
+        if result[kind] != value:
             raise ImportModelError(f"{h.source}: {name} must be the same for all {kind} layers, got {values}")
-    return {kind: found.get(kind, values[0]) for kind in (_LOCAL, _GLOBAL)}
+    return {kind: result.get(kind, values[0]) for kind in (_LOCAL, _GLOBAL)}
 
 
 def _ropes(h: Hyperparameters, widths: Mapping[str, int]) -> dict[str, Rope]:
@@ -216,31 +216,31 @@ def _ropes(h: Hyperparameters, widths: Mapping[str, int]) -> dict[str, Rope]:
 def _as_used(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
     """Without keys and values where those of another layer are read, which published checkpoints have all the same; and
     the scale of what chooses experts as weights of a norm."""
-    found = dict(weights)
+    result = dict(weights)
     for k in range(config.layers):
         name = f"layers.{k}"
         if config.keys_from(k) != k:
             for spare in ("k", "v", "k_norm", "k_bias", "v_bias"):
-                found.pop(f"{name}.{spare}", None)
-        scale = found.pop(f"{name}.router_scale", None)
+                result.pop(f"{name}.{spare}", None)
+        scale = result.pop(f"{name}.router_scale", None)
         if scale is not None:
             values = scale.to_float32() * np.float32(config.hidden**-0.5)
-            found[f"{name}.router_norm"] = Weight(values, scale.shape)
-    return found
+            result[f"{name}.router_norm"] = Weight(values, scale.shape)
+    return result
 
 
 def _from_gguf(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
     """With scales of 1 where a file has none."""
     if config.rope.divisors is None:
         raise ImportModelError(f"{source}: tensor 'rope_freqs.weight' is missing: it says what global layers turn")
-    found = _as_used(weights, config, source)
+    used = _as_used(weights, config, source)
     for k in range(config.layers):
         sizes, experts = {"scale": 1}, config.experts_of(k)
         if experts is not None:
             sizes["experts_scale"] = experts.count
         for name, size in sizes.items():
-            found.setdefault(f"layers.{k}.{name}", Weight(np.ones(size, np.float32), (size,)))
-    return found
+            used.setdefault(f"layers.{k}.{name}", Weight(np.ones(size, np.float32), (size,)))
+    return used
 
 
 _HUGGING_FACE = {

@@ -58,15 +58,15 @@ def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str)
         if kind.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in weights:
             continue
         if kind.endswith("_blocks"):
-            kind, made = kind.removesuffix("_blocks"), _of_blocks(weight, weights, name, source)
+            kind, result = kind.removesuffix("_blocks"), _of_blocks(weight, weights, name, source)
         else:
             turned = weight.data.swapaxes(1, 2) if weight.data.ndim == 3 else weight.data
-            made = Weight(turned, turned.shape)
+            result = Weight(turned, turned.shape)
         if not kind.startswith("gate_up"):
-            found[f"{begin}.{kind}"] = made
+            found[f"{begin}.{kind}"] = result
             continue
         bias = kind.removeprefix("gate_up")
-        found |= {f"{begin}.{part}{bias}": _every_other(made, k, source) for k, part in enumerate(("gate", "up"))}
+        found |= {f"{begin}.{part}{bias}": _every_other(result, k, source) for k, part in enumerate(("gate", "up"))}
     return found
 
 

@@ -123,22 +123,22 @@ _MAMBA = ("mamba_gate", "mamba_given", "mamba_time")
 
 def _as_used(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
     """Vectors that lie as columns or in groups, and filters of one channel each, [channels, 1, length], as a matrix."""
-    found = dict(weights)
+    result = dict(weights)
     for name, weight in weights.items():
         if name.endswith((".mamba_rate", ".mamba_skip", ".mamba_scale")) and len(weight.shape) == 2:
-            found[name] = Weight(weight.data.reshape(-1), (weight.shape[0] * weight.shape[1],))
+            result[name] = Weight(weight.data.reshape(-1), (weight.shape[0] * weight.shape[1],))
         elif name.endswith(".mamba_conv") and len(weight.shape) == 3 and weight.shape[1] == 1:
-            found[name] = Weight(weight.data.reshape(weight.shape[0], -1), (weight.shape[0], weight.shape[2]))
-    return found
+            result[name] = Weight(weight.data.reshape(weight.shape[0], -1), (weight.shape[0], weight.shape[2]))
+    return result
 
 
 def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
     """Rates themselves, not their logarithms."""
-    found = _as_used(weights, config, source)
+    used = _as_used(weights, config, source)
     for name, weight in weights.items():
         if name.endswith(".mamba_rate"):
-            found[name] = Weight(-np.exp(weight.to_float32()), weight.shape)
-    return found
+            used[name] = Weight(-np.exp(weight.to_float32()), weight.shape)
+    return used
 
 
 GRANITE_HYBRID = Architecture(

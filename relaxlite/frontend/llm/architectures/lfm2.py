@@ -56,19 +56,19 @@ def _convolved(h: Hyperparameters) -> tuple[int, tuple[bool, ...]]:
     if h.is_gguf:
         counts = h.get("kv_heads")
         counts = counts if isinstance(counts, list) else [counts] * layers
-        found = tuple(count == 0 for count in counts)
+        result = tuple(count == 0 for count in counts)
     else:
         attending = h.raw.get("full_attn_idxs")
         usual = ["full_attention" if attending is None or k in attending else "conv" for k in range(layers)]
         types = h.raw.get("layer_types") or usual
         if not isinstance(types, list) or set(types) - set(_KINDS):
             raise ImportModelError(f"{h.source}: layer_types must name {' or '.join(_KINDS)} for each layer")
-        found = tuple(_KINDS[kind] for kind in types)
-    if all(found):
+        result = tuple(_KINDS[kind] for kind in types)
+    if all(result):
         raise ImportModelError(f"{h.source}: at least one layer must attend, and all {layers} are convolutions")
-    if len(found) != layers:
-        raise ImportModelError(f"{h.source}: {len(found)} layers are told apart, and there are {layers}")
-    return layers, found
+    if len(result) != layers:
+        raise ImportModelError(f"{h.source}: {len(result)} layers are told apart, and there are {layers}")
+    return layers, result
 
 
 def _intermediate(h: Hyperparameters) -> int:
@@ -89,11 +89,11 @@ def _intermediate(h: Hyperparameters) -> int:
 
 def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
     """Filters of one channel each [hidden, 1, length] as a matrix."""
-    found = dict(weights)
+    result = dict(weights)
     for name, weight in weights.items():
         if name.endswith(".conv") and len(weight.shape) == 3 and weight.shape[1] == 1:
-            found[name] = Weight(weight.data.reshape(weight.shape[0], -1), (weight.shape[0], weight.shape[2]))
-    return found
+            result[name] = Weight(weight.data.reshape(weight.shape[0], -1), (weight.shape[0], weight.shape[2]))
+    return result
 
 
 _FUSED = ("conv_before", "conv_after", "conv_given")

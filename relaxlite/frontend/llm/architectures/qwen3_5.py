@@ -76,37 +76,37 @@ def _remembering(h: Hyperparameters, layers: int) -> tuple[bool, ...]:
         every = h.raw.get(f"{h.prefix}full_attention_interval", 4)
         if not isinstance(every, int) or every < 1:
             raise ImportModelError(f"{h.source}: {h.prefix}full_attention_interval = {every!r} must be positive")
-        found = tuple((k + 1) % every != 0 for k in range(layers))
+        result = tuple((k + 1) % every != 0 for k in range(layers))
     elif h.is_gguf:
-        found = tuple(map(bool, said[:layers])) if isinstance(said, list) else ()
+        result = tuple(map(bool, said[:layers])) if isinstance(said, list) else ()
     else:
         if not isinstance(said, list) or set(said) - set(_KINDS):
             raise ImportModelError(f"{h.source}: layer_types must name {' or '.join(_KINDS)} for each layer")
-        found = tuple(_KINDS[kind] for kind in said)
-    if len(found) != layers:
-        raise ImportModelError(f"{h.source}: {len(found)} layers are told apart, and there are {layers}")
-    if all(found):
+        result = tuple(_KINDS[kind] for kind in said)
+    if len(result) != layers:
+        raise ImportModelError(f"{h.source}: {len(result)} layers are told apart, and there are {layers}")
+    if all(result):
         raise ImportModelError(f"{h.source}: at least one layer must attend, and none of {layers} does")
-    return found
+    return result
 
 
 def _apart(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
     """Each head's query and the gate of what it gives, which are rows of one weight, as two; and what Qwen3-Next has
     for each head of keys side by side."""
-    found, net = dict(weights), config.states
+    result, net = dict(weights), config.states
     queries = np.arange(2 * config.heads * config.head_width).reshape(config.heads, 2, config.head_width)
     for k in range(config.layers):
         name = f"layers.{k}"
-        _split(found, f"{name}.q", {f"{name}.q": queries[:, 0], f"{name}.q_gate": queries[:, 1]}, source)
+        _split(result, f"{name}.q", {f"{name}.q": queries[:, 0], f"{name}.q_gate": queries[:, 1]}, source)
         if net is not None:
             shared = net.heads // net.key_heads
             wide = [net.key_width, net.key_width, shared * net.width, shared * net.width]
             q, key, value, gate = _columns(net.key_heads, wide)
             qkv = np.concatenate([q.reshape(-1), key.reshape(-1), value.reshape(-1)])
-            _split(found, f"{name}.qkvz", {f"{name}.delta_qkv": qkv, f"{name}.delta_gate": gate}, source)
+            _split(result, f"{name}.qkvz", {f"{name}.delta_qkv": qkv, f"{name}.delta_gate": gate}, source)
             beta, alpha = _columns(net.key_heads, [shared, shared])
-            _split(found, f"{name}.ba", {f"{name}.delta_beta": beta, f"{name}.delta_alpha": alpha}, source)
-    return found
+            _split(result, f"{name}.ba", {f"{name}.delta_beta": beta, f"{name}.delta_alpha": alpha}, source)
+    return result
 
 
 def _columns(heads: int, widths: list[int]) -> list[np.ndarray[Any, Any]]:
@@ -130,13 +130,13 @@ def _split(weights: dict[str, Weight], name: str, parts: dict[str, np.ndarray[An
 
 def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
     """Filters of one channel each [channels, 1, length] as a matrix, and rates themselves, not their logarithms."""
-    found = _apart(weights, config, source)
+    result = _apart(weights, config, source)
     for name, weight in weights.items():
         if name.endswith(".delta_conv") and len(weight.shape) == 3 and weight.shape[1] == 1:
-            found[name] = Weight(weight.data.reshape(weight.shape[0], -1), (weight.shape[0], weight.shape[2]))
+            result[name] = Weight(weight.data.reshape(weight.shape[0], -1), (weight.shape[0], weight.shape[2]))
         elif name.endswith(".delta_rate"):
-            found[name] = Weight(-np.exp(weight.to_float32()), weight.shape)
-    return found
+            result[name] = Weight(-np.exp(weight.to_float32()), weight.shape)
+    return result
 
 
 _HUGGING_FACE = {

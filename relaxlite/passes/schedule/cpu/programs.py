@@ -1,31 +1,35 @@
-"""Schedule rules for CPUs: which primitives a loop nest gets, from its accesses and the target's registers.
+"""Schedule rules for CPUs: the transformations of each loop nest, chosen by its accesses and the target's registers.
 
-    row program         one loop over rows, several over each row (rows.py)
-    transpose           tiles that change places in registers (transpose.py)
-    injective nest      fuse loops that stay linear; vectorize the innermost; run the outermost in parallel
+    row program         one loop over rows, several over each row (row_programs.py)
+    transpose           tiles transposed in registers (transpose.py)
+    injective nest      fuse loops whose accesses stay linear; vectorize the innermost; run the outermost in parallel
     reduction           a register tile: rows x vectors of outputs accumulate while the reduced loops run inside
                         (matmul, convolution, column sums), or, where only a reduced loop is contiguous, partial sums
                         in vector lanes (row sums, dot products)
-    anything else       innermost loops vectorized where their iterations are independent or combine into one element
+    other nests         vectorize innermost loops whose iterations are independent or combine into one element
 
-Shapes may be symbolic: tiles have an exact tail, masked along vectors and narrower along rows.
+Shapes may be symbolic: tiles have exact tails, masked along vectors and with fewer rows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import field, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from relaxlite import dtypes
+from relaxlite.ir.attributes import (
+    BATCH_INVARIANT,
+    IN_PLACE,
+    MIN_PREPARED_ROWS,
+    SCHEDULED,
+    WRITES_INPUTS,
+)
 from relaxlite.ir.expr import Attrs, AttrValue
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.ops.scalars import identity
 from relaxlite.ir.program import (
-    AHEAD,
-    IN_ORDER,
     Allocate,
     Binary,
     Buffer,
@@ -33,112 +37,105 @@ from relaxlite.ir.program import (
     Enclosing,
     For,
     IfThenElse,
-    Load,
     Seq,
     Stmt,
     Store,
     TensorProgram,
-    Value,
     seq,
 )
-from relaxlite.ir.program_verifier import INPLACE
-from relaxlite.ir.program_visitor import all_values, stores, walk_stmts, walk_values
+from relaxlite.ir.program_visitor import stores, walk_stmts
 from relaxlite.ir.symbolic import SymVar, as_int, product
 from relaxlite.ir.visitor import map_programs
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.loops.access import accesses, can_fuse, stride
-from relaxlite.passes.loops.edits import (
-    ask_for_streams,
+from relaxlite.passes.loops.access import can_fuse
+from relaxlite.passes.loops.in_place import Pairs, has_only_final_stores, in_place_pairs, sink_aliasable_stores
+from relaxlite.passes.loops.join_parallel import join_parallel_loops, read_only_by_writers
+from relaxlite.passes.loops.parallel import (
+    collapse_outer_loops,
+    collapse_parallel,
+    is_contiguous,
+    is_independent,
+    is_scalar_reduction,
+    make_serial,
+    mark_parallel,
+    outermost_parallel,
+)
+from relaxlite.passes.loops.pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
+from relaxlite.passes.loops.row_program import match_row_program
+from relaxlite.passes.loops.transforms import (
     fuse,
     hoist_lets,
     less,
-    masked_rest,
-    nest,
-    past_caches,
+    masked_tail,
+    prefetch_arrays,
+    select_version,
     split,
     split_reduction,
     when_positive,
-    with_variant,
+    with_nontemporal_stores,
     without_unit_loops,
 )
-from relaxlite.passes.loops.in_place import IN_PLACE, Pairs, in_place_pairs, keeps_order, with_late_stores
-from relaxlite.passes.loops.join_parallel import joined_loops, reads_only_where_written
-from relaxlite.passes.loops.parallel import (
-    combines_into_one,
-    is_independent,
-    mark_parallel,
-    outermost_parallel,
-    parallel_nest,
-    serial,
-    share_two_loops,
-)
-from relaxlite.passes.loops.pattern import calls_library, injective_store, perfect_nest, plain_store, top_stages
-from relaxlite.passes.loops.row_program import rows_of
-from relaxlite.passes.loops.versioning import Unclamp, clamped_loops
-from relaxlite.passes.products.blocks import BlockProduct, Larger, ManyRows, Ways, block_product, tiled_blocks
-from relaxlite.passes.products.blocks_amx import by_tiles
-from relaxlite.passes.products.blocks_grouped import Groups, groups_of, tiled_groups
-from relaxlite.passes.products.blocks_int16 import by_halves
-from relaxlite.passes.products.blocks_interleaved import RowsInStep
-from relaxlite.passes.products.blocks_maddubs import by_pairs
-from relaxlite.passes.products.choice import BATCH_INVARIANT, DEFAULT, ONE_SUM, ScheduleChoice
-from relaxlite.passes.products.convolution import FilterTile, filter_tile, tiled_filters
-from relaxlite.passes.products.dots import Dots, dot_products
-from relaxlite.passes.products.dots_amx import tile_squares
-from relaxlite.passes.products.pack_constants import FOLLOWS
-from relaxlite.passes.products.panel_prefetch import Asks, steps_of, width_that_fits
-from relaxlite.passes.products.prepared_rows import VARIANTS
+from relaxlite.passes.loops.versioning import Unclamp, clamped_indices
+from relaxlite.passes.products.blocks_grouped import groups_of
+from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.reduction import (
-    Block,
-    asked_ahead,
-    panel_width,
-    panel_widths,
-    prologues_of,
     reduction_block,
-    tile_size,
-    tiled,
 )
-from relaxlite.passes.products.transposed import find_turned, tiled_turned
-from relaxlite.passes.products.windows_nchw import planes_of, tiled_planes
-from relaxlite.passes.products.windows_nhwc import tiled_windows, window_of
-from relaxlite.passes.products.winograd_tile import ORDINARY_ROWS, InnerTile, chained_terms, tiled_inner
-from relaxlite.passes.products.winograd_widened import find_widened
-from relaxlite.passes.schedule.cpu.rows import reads_in_time, schedule_rows
-from relaxlite.passes.schedule.cpu.transpose import MOST_TILE_LANES, both, tiled_transpose
-from relaxlite.passes.schedule.primitives.trace import Step, with_steps
+from relaxlite.passes.products.scheduler import ENOUGH_WORK, OperandLayouts, ReductionScheduler, lanes_of
+from relaxlite.passes.products.strategy_table import BY_NAME
+from relaxlite.passes.products.winograd_tile import ORDINARY_ROWS
+from relaxlite.passes.schedule.cpu.row_programs import can_alias_result, schedule_rows
+from relaxlite.passes.schedule.cpu.transpose import MAX_TILE_LANES, all_of, tiled_transpose
+from relaxlite.passes.schedule.primitives.trace import Step, parse_step, steps_of, with_steps
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
-PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
-MOST_UNROLLED = 4  # vectors of a loop as long as it is known to be: what one leaves behind the next finds in registers
-LEAST_VECTORS = 3  # of a tile that is narrower than usual for the sake of the cache: 8 rows then hide latencies
+MAX_UNROLLED = 4  # vector iterations of a loop that is fully unrolled, so that values stay in registers for later loops
 
 
 def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
+    """Schedule every program for the CPU target: tile, vectorize and parallelize loops, choose layouts of constants.
+
+    Programs in the tuning database use its choice. Outputs that the schedule excludes from aliasing an input leave a
+    decision with the reason.
+    """
     target, tuning = context.target, context.tuning
 
     def schedule(program: TensorProgram) -> TensorProgram:
-        if program.attrs.get("scheduled"):
+        if program.attrs.get(SCHEDULED):
             return program
         choice = tuning.choice(program, target) if tuning is not None else DEFAULT
         if module.attrs.get(BATCH_INVARIANT):
             choice = replace(choice, sums=ONE_SUM)
-        made: tuple[TensorProgram] = context.program_cache.recall(
+        result: tuple[TensorProgram] = context.program_cache.recall(
             "schedule", program, repr(choice), lambda: (schedule_program(program, target, choice),)
         )
-        return made[0]
+        return result[0]
 
     scheduled = map_programs(module, schedule)
     after = scheduled.programs()
     for name, program in module.programs().items():
         _note_operands(name, program, after[name], context)
+        if not program.attrs.get(SCHEDULED):
+            _note_strategies(name, after[name], context)
     return scheduled
 
 
+def _note_strategies(name: str, program: TensorProgram, context: PassContext) -> None:
+    """Record the strategies of a program's products, with their minimum numbers of rows, and the refused strategies."""
+    for step in map(parse_step, steps_of(program)):
+        options = dict(step.options)
+        if step.name == "strategy":
+            strategy = BY_NAME[str(step.args[0])]
+            reason = f"from {options['rows']} rows on: {strategy.summary}"
+            context.decide("strategy", f"{name} by {strategy.name}", True, reason)
+        elif step.name == "refuse":
+            context.decide("strategy", f"{name} by {step.args[0]}", False, str(options["reason"]))
+
+
 def _note_operands(name: str, before: TensorProgram, after: TensorProgram, context: PassContext) -> None:
-    """Which inputs the results of a program cannot take over, and why."""
-    pairs, reasons = in_place_pairs(with_late_stores(before)) if before is not after else ((), ())
+    """Record which outputs of a program cannot alias an input of their size, and why."""
+    pairs, reasons = in_place_pairs(sink_aliasable_stores(before)) if before is not after else ((), ())
     for reason in reasons:
         context.decide("in_place", name, False, reason)
     for x, out in pairs:
@@ -149,85 +146,74 @@ def _note_operands(name: str, before: TensorProgram, after: TensorProgram, conte
 
 
 def schedule_program(program: TensorProgram, target: Target, choice: ScheduleChoice = DEFAULT) -> TensorProgram:
-    """The same program with loops arranged for the target."""
-    if program.attrs.get("scheduled"):
+    """Schedule one program for a target; a program that is scheduled already is returned unchanged.
+
+    The result has the attributes of packed operands, prefetch distances, aliasing and the schedule trace.
+    """
+    if program.attrs.get(SCHEDULED):
         return program
-    program = with_late_stores(program)
+    program = sink_aliasable_stores(program)
     pairs = _in_place(program)
     in_place = {(program.params[x], program.params[out]) for x, out in pairs}
-    if program.num_outputs > 1 and not program.attrs.get(VARIANTS):  # whose loops are joined
-        in_place = {(x, out) for x, out in in_place if reads_only_where_written(top_stages(program), x, out)}
-    rules = _Rules(program, target, choice, choice, {}, {}, set(), {}, set(), [], in_place)
-    if program.attrs.get(VARIANTS):
-        rules = replace(rules, choice=replace(choice, rows=choice.rows or ORDINARY_ROWS))
+    if program.num_outputs > 1 and not program.attrs.get(MIN_PREPARED_ROWS):  # its loops will be joined
+        in_place = {(x, out) for x, out in in_place if read_only_by_writers(top_stages(program), x, out)}
+    steps: list[Step] = []
+    layouts = OperandLayouts()
+    few_rows = replace(choice, rows=choice.rows or ORDINARY_ROWS) if program.attrs.get(MIN_PREPARED_ROWS) else choice
+    reductions = ReductionScheduler(program, target, choice, few_rows, layouts, steps)
+    rules = _Rules(program, target, reductions, steps, in_place)
+    if program.attrs.get(MIN_PREPARED_ROWS):
         stages = [rules.variants(s) for s in top_stages(program)]
     else:
         stages = [rules.stage(hoist_lets(s)) for s in top_stages(program)]
-    body = seq(*(joined_loops(stages) if program.num_outputs > 1 else stages))
-    panels = tuple((k, rules.panels[b]) for k, b in enumerate(program.inputs) if b in rules.panels)
-    groups = tuple((k, rules.groups[b]) for k, b in enumerate(program.inputs) if b in rules.groups)
-    ahead = tuple((k, rules.ahead[b]) for k, b in enumerate(program.inputs) if b in rules.ahead)
-    apart = tuple(k for k, b in enumerate(program.inputs) if b in rules.apart)
-    in_order = tuple(k for k, b in enumerate(program.inputs) if b in rules.in_order)
-    said = (("panels", panels), ("groups", groups), ("apart", apart), (AHEAD, ahead), (IN_ORDER, in_order))
-    packing = {name: value for name, value in said if value}
+    body = seq(*(join_parallel_loops(stages) if program.num_outputs > 1 else stages))
+    packing = layouts.attrs(program.inputs)
     parallel = [s for s in walk_stmts(body) if isinstance(s, For) and s.kind == "parallel"]
-    steps = dict.fromkeys([*rules.steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
-    kept = tuple((x, out) for x, out in pairs if rules.keeps(program.params[x], program.params[out], body))
+    notes = dict.fromkeys([*steps, *(Step("parallelize", (loop.var.name,)) for loop in parallel)])
+    aliases = tuple((x, out) for x, out in pairs if rules.keeps(program.params[x], program.params[out], body))
     old = {name: value for name, value in program.attrs.items() if name != IN_PLACE}
-    attrs = with_steps(Attrs({**old, **packing, **({IN_PLACE: kept} if kept else {})}), steps)
-    return replace(program, body=body, attrs=attrs)  # and the symbols in their order, which the callers know
+    attrs = with_steps(Attrs({**old, **packing, **({IN_PLACE: aliases} if aliases else {})}), notes)
+    return replace(program, body=body, attrs=attrs)  # symbols keep their order, on which callers rely
 
 
 def _in_place(program: TensorProgram) -> Pairs:
-    """Which operands results may take over; where they are written in branches, the pass that made these says it."""
-    found: Any = program.attrs.get(IN_PLACE, ())
-    return found if program.attrs.get(VARIANTS) else in_place_pairs(program)[0]
+    """The pairs of inputs and outputs that may alias; for programs with strategies in branches, those declared by the
+    pass that made the branches."""
+    declared: Any = program.attrs.get(IN_PLACE, ())
+    return declared if program.attrs.get(MIN_PREPARED_ROWS) else in_place_pairs(program)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
+    """Schedules the stages of one program and collects the attributes that follow from the chosen tiles."""
+
     program: TensorProgram
     target: Target
-    given: ScheduleChoice
-    choice: ScheduleChoice  # as given, or for less code where few rows ever run it
-    panels: dict[Buffer, int]  # operands that a tile reads in rows of this width
-    groups: dict[Buffer, int]  # and of whose rows a dot product takes this many at a time
-    apart: set[Buffer]  # and that are several matrices
-    ahead: dict[Buffer, int]  # how many bytes ahead of its loads an operand is asked for
-    in_order: set[Buffer]  # whose loads stay in their order
-    steps: list[Step]  # what was done, to be read beside the program
-    in_place: set[tuple[Buffer, Buffer]]  # (input, output) that may share memory; what a rule would break, it takes out
-    staged: set[Buffer] = field(default_factory=set)  # outputs that hold intermediate values, which was minded
-
-    packs: bool = True  # whether constants may be laid out for the tiles
+    reductions: ReductionScheduler
+    steps: list[Step]  # the schedule trace
+    in_place: set[tuple[Buffer, Buffer]]  # (input, output) that may alias; rules remove the pairs that they break
+    staged: set[Buffer] = field(default_factory=set)  # outputs that hold local rows, for which `in_place` is checked
 
     def note(self, name: str, *args: str | int, **options: AttrValue) -> None:
+        """Record a step in the schedule trace."""
         self.steps.append(Step(name, args, tuple(options.items())))
 
     def lanes(self, stmt: Stmt) -> int:
-        """Vector lanes for the widest element that the statement computes with."""
-        widths = [dtypes.itemsize(v.dtype) for v in all_values(stmt)] + [
-            dtypes.itemsize(s.buffer.dtype) for s in stores(stmt)
-        ]
-        widest = max((w for w in widths if w < 8), default=8)  # 64-bit indices beside float32 data do not halve it
-        return max(1, self.target.vector_bits // 8 // widest)
+        """The number of vector lanes for the widest dtype in a statement."""
+        return lanes_of(stmt, self.target)
 
     def keeps(self, x: Buffer, out: Buffer, body: Stmt) -> bool:
-        """Whether the output may still take over the input's memory when the loops are scheduled like this."""
-        return (x, out) in self.in_place and (out in self.staged or keeps_order(body, out))
+        """Whether an output may still alias an input with the scheduled loops."""
+        return (x, out) in self.in_place and (out in self.staged or has_only_final_stores(body, out))
 
     def _forbid(self, out: Buffer, inputs: Iterable[Buffer]) -> None:
         self.in_place.difference_update({(x, out) for x in inputs})
 
-    @property
-    def partial_sums(self) -> int:
-        return self.choice.partial_sums or PARTIAL_SUMS
-
     def stage(self, stage: Stmt) -> Stmt:
+        """Schedule one top-level stage, with a version without clamped indices if it has some."""
         if calls_library(stage):
             return self.beside_library(stage)
-        clamps = clamped_loops(stage)
+        clamps = clamped_indices(stage)
         if not clamps:
             return self.nest(stage)
         conds = [less(extent - 1, limit + 1) for (_, limit), extent in clamps.items()]
@@ -235,87 +221,90 @@ class _Rules:
         return IfThenElse(usual, self.nest(Unclamp(clamps).stmt(stage)), self.nest(stage))
 
     def beside_library(self, stage: IfThenElse) -> Stmt:
-        """The loops behind the call of a library, and those for where it is not called. It reads constants as they are,
-        so the loops do too."""
-        rules = replace(self, packs=False)
+        """Schedule the loops around a library call: its epilogue and its fallback.
+
+        Constants are not packed, as the library reads them in their original layout.
+        """
+        rules = replace(self, reductions=replace(self.reductions, packs=False))
 
         def scheduled(stmt: Stmt) -> Stmt:
             if isinstance(stmt, Allocate) and stmt.buffer.scope == "global":
                 return replace(stmt, body=scheduled(stmt.body))
             parts = stmt.stmts if isinstance(stmt, Seq) else (stmt,)
-            return seq(*(s if _calls(s) else rules.stage(hoist_lets(s)) for s in parts))
+            return seq(*(s if _is_library_call(s) else rules.stage(hoist_lets(s)) for s in parts))
 
         return replace(stage, then=scheduled(stage.then), other=None if stage.other is None else scheduled(stage.other))
 
     def variants(self, stmt: Stmt) -> Stmt:
-        """Stages of which one or the other runs. What is parallel already has been scheduled."""
+        """Schedule strategies in branches; parallel loops in them are scheduled already."""
         if isinstance(stmt, Allocate):
-            made = self.widened(stmt)
-            return replace(stmt, body=self.variants(stmt.body)) if made is None else made
+            widened = self.reductions.widened(stmt)
+            return replace(stmt, body=self.variants(stmt.body)) if widened is None else widened
         if isinstance(stmt, IfThenElse):
             then = self.variants(stmt.then)
             return replace(stmt, then=then, other=None if stmt.other is None else self.variants(stmt.other))
         if isinstance(stmt, Seq):
-            return seq(*joined_loops([self.variants(s) for s in stmt.stmts]))
+            return seq(*join_parallel_loops([self.variants(s) for s in stmt.stmts]))
         is_scheduled = isinstance(stmt, Store) or (isinstance(stmt, For) and stmt.kind == "parallel")
         return stmt if is_scheduled else self.stage(stmt)
 
     def nest(self, stage: Stmt) -> Stmt:
+        """Schedule a stage by the first rule that matches."""
         if _never_runs(stage):
-            return seq()  # nothing to tile
+            return seq()  # an empty nest
         block = reduction_block(stage)
         if block is not None:
-            return self.reduction(block)
+            return self.reductions.reduction(block)
         groups = groups_of(stage)
-        made = None if groups is None else self.grouped(groups)
-        if made is not None:
-            return made
-        rows = None if self.program.attrs.get(INPLACE) else rows_of(stage)
+        grouped = None if groups is None else seq() if _never_runs(groups.nest) else self.reductions.grouped(groups)
+        if grouped is not None:
+            return grouped
+        rows = None if self.program.attrs.get(WRITES_INPUTS) else match_row_program(stage)
         if rows is not None:
-            asks = self.target.cpu_facts.prefetches_next_row
-            rows = replace(rows, asks=asks, cores=None if asks else self.target.cores)
+            prefetches = self.target.cpu_facts.prefetches_next_row
+            rows = replace(rows, prefetches_next=prefetches, cores=None if prefetches else self.target.cores)
         scheduled = None if rows is None else schedule_rows(rows, self.lanes(stage), self.target.l3_bytes)
         if rows is not None and scheduled is not None:
             self.note("row_program", lanes=self.lanes(stage))
             out = rows.result.buffer
-            self._forbid(out, [x for x, to in self.in_place if to is out and not reads_in_time(rows, x)])
+            self._forbid(out, [x for x, to in self.in_place if to is out and not can_alias_result(rows, x)])
             self.staged.add(out)
             return scheduled
         marked = mark_parallel(without_unit_loops(stage))
         outer = perfect_nest(marked)
         if outer.loops and _is_worth_a_task(outer.body) and all(loop.kind == "parallel" for loop in outer.loops):
-            return parallel_nest(outer.loops, serial(self.inner(outer.body)))
-        usual = self.streamed(stage, outermost_parallel(self.inner(share_two_loops(self.fused(marked)))))
+            return collapse_parallel(outer.loops, make_serial(self.inner(outer.body)))
+        usual = self.streamed(stage, outermost_parallel(self.inner(collapse_outer_loops(self.fused(marked)))))
         return self.transposed(stage, usual)
 
     def transposed(self, stage: Stmt, usual: Stmt) -> Stmt:
-        """In tiles, where the nest reads along another loop than it writes and the tiles fit."""
+        """Tile a nest with transposed loads, with the usual schedule as fallback for sizes below a tile."""
         store = plain_store(perfect_nest(stage))
         if store is None or store.buffer.scope != "global":
             return usual
-        found = tiled_transpose(self.fused(stage), min(MOST_TILE_LANES, self.lanes(stage)))
-        if found is None:
+        tiling = tiled_transpose(self.fused(stage), min(MAX_TILE_LANES, self.lanes(stage)))
+        if tiling is None:
             return usual
-        conditions, tiles = found
-        self._forbid(store.buffer, self.program.inputs)  # where tiles overlap, elements are computed twice
-        return IfThenElse(both(conditions), tiles, usual) if conditions else tiles
+        conditions, tiles = tiling
+        self._forbid(store.buffer, self.program.inputs)  # overlapping tiles compute elements twice
+        return IfThenElse(all_of(conditions), tiles, usual) if conditions else tiles
 
     def streamed(self, stage: Stmt, scheduled: Stmt) -> Stmt:
-        """Where the result is larger than the caches, it is stored past them."""
+        """Add a version with nontemporal stores for results larger than the L3 cache."""
         store = injective_store(perfect_nest(stage))
         if store is None or store.buffer not in self.program.outputs:
             return scheduled
         self.note("store_past_caches", store.buffer.name)
-        most = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
-        past = past_caches(scheduled, store.buffer)
+        max_elements = self.target.l3_bytes // dtypes.itemsize(store.buffer.dtype)
+        nontemporal = with_nontemporal_stores(scheduled, store.buffer)
         if self.target.cpu_facts.elementwise_prefetch_bytes:
-            past = ask_for_streams(past, store.buffer, self.target.cpu_facts.elementwise_prefetch_bytes)
-        return with_variant(less(most, product(store.buffer.shape)), past, scheduled)
+            nontemporal = prefetch_arrays(nontemporal, store.buffer, self.target.cpu_facts.elementwise_prefetch_bytes)
+        return select_version(less(max_elements, product(store.buffer.shape)), nontemporal, scheduled)
 
     # Generic nests
 
     def fused(self, stmt: Stmt) -> Stmt:
-        """Fuse perfectly nested loops whose accesses stay linear."""
+        """Fuse perfectly nested loops if all accesses stay linear."""
         if not isinstance(stmt, For):
             return stmt
         inner = self.fused(stmt.body)
@@ -331,7 +320,7 @@ class _Rules:
         return stmt
 
     def inner(self, stmt: Stmt) -> Stmt:
-        """Vectorize innermost loops; tile the reductions among them, such as those of a recurrence and of its steps."""
+        """Vectorize innermost loops, and tile nested reductions, such as those in the steps of a recurrence."""
         if _never_runs(stmt):
             return seq()
         if isinstance(stmt, For) and not any(isinstance(s, For) for s in walk_stmts(stmt.body)):
@@ -339,7 +328,7 @@ class _Rules:
         block = reduction_block(stmt) if isinstance(stmt, For) else None
         if block is not None:
             assert isinstance(stmt, For)
-            return self.step_reduction(block, unknown=1 if stmt.kind == "serial" else ENOUGH_WORK)
+            return self.reductions.step_reduction(block, unknown=1 if stmt.kind == "serial" else ENOUGH_WORK)
         if isinstance(stmt, Seq):
             return seq(*(self.inner(s) for s in stmt.stmts))
         if isinstance(stmt, Enclosing):
@@ -347,16 +336,18 @@ class _Rules:
         return stmt
 
     def vectorized(self, loop: For) -> Stmt:
+        """Vectorize an innermost loop if that is legal and its accesses are contiguous."""
         lanes = self.lanes(loop.body)
         if lanes == 1 or as_int(loop.extent) == 1:
             return loop
-        if combines_into_one(loop) and self._contiguous(loop):
+        if is_scalar_reduction(loop) and is_contiguous(loop):
             store = loop.body
             assert isinstance(store, Store) and store.combine is not None
-            self.note("split_reduction", loop.var.name, lanes, self.partial_sums)
-            partial = max(1, min(self.partial_sums, (as_int(loop.extent) or lanes * self.partial_sums) // lanes))
+            max_sums = self.reductions.partial_sums
+            self.note("split_reduction", loop.var.name, lanes, max_sums)
+            partial = max(1, min(max_sums, (as_int(loop.extent) or lanes * max_sums) // lanes))
             return split_reduction(loop, lanes, partial, identity(store.combine, store.buffer.dtype))
-        if not is_independent(loop) or not self._contiguous(loop):
+        if not is_independent(loop) or not is_contiguous(loop):
             return loop
         short = as_int(loop.extent) or lanes
         if short < lanes and short.bit_count() == 1:
@@ -364,237 +355,26 @@ class _Rules:
         self.note("vectorize", loop.var.name, lanes=lanes)
         main, inner, start, count = split(loop, lanes)
         steps = as_int(main.extent)
-        few = steps is not None and steps <= MOST_UNROLLED
-        main = replace(main, body=_with_kind(main.body, inner, "vectorized"), kind="unrolled" if few else main.kind)
-        return seq(*when_positive(main.extent, main), *when_positive(count, masked_rest(loop, start, lanes)))
-
-    def _contiguous(self, loop: For) -> bool:
-        """Worth vectorizing: the accesses that move along the loop move by one element, most of them."""
-        strides = [stride(a, loop.var) for a in accesses(loop.body) if a.buffer.scope == "global"]
-        return any(s == 1 for s in strides) or all(s == 0 for s in strides)
-
-    # Reductions
-
-    def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
-        lanes, registers, packs = self.lanes(block.body), self.target.num_vector_registers, packs and self.packs
-        window = None if block.is_pair else window_of(block, lanes)
-        if window is not None:
-            self.note("window_tile", window.along.var.name, lanes=lanes)
-            return tiled_windows(window)
-        planes = planes_of(block, lanes)
-        if planes is not None:
-            self.note("plane_tile", planes.along.var.name, rows=planes.height, lanes=lanes)
-            return tiled_planes(planes)
-        unfused, block = block, block.fused()
-        blocks = block_product(block, lanes, self.target) if lanes > 1 else None
-        if blocks is not None:
-            self.note("block_tile", blocks.column.var.name, vectors=blocks.vectors, alone=blocks.alone, lanes=lanes)
-            return tiled_blocks(blocks, lanes, self._ways(blocks, lanes))
-        tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
-        if tile is not None:
-            of_bytes = self._dots_of_filters(unfused, lanes, registers) if packs else None
-            tile, dots = (tile, None) if of_bytes is None else of_bytes
-            if packs:
-                self.panels.update(tile.panels)
-            sizes = {"rows": tile.most_rows, "vectors": tile.vectors, "lanes": lanes}
-            self.note("filter_tile", tile.column.var.name, row=tile.row.var.name, **sizes)
-            made = tiled_filters(tile, self.choice)
-            if dots is None:
-                return made
-            self.panels[tile.filters] = tile.width
-            self._group(dots)
-            flat = unfused.fused(reduced=False)
-            return self._or_squares(flat, flat.spatial[-1], lanes, tile.width, made)
-        column = block.vector_loop() if lanes > 1 else None
-        chained = chained_terms(block, self.target) if self.program.attrs.get(VARIANTS) else None
-        if column is not None and chained is not None:
-            return self.chained(block, column, chained)
-        if column is not None:
-            dots, hides = (
-                dot_products(block, column, self.target) if packs else None,
-                self.target.cpu_facts.hides_conversions,
-            )
-            prologues = prologues_of(block, column) if dots is None else ()
-            has_few_rows = bool(self.program.attrs.get(VARIANTS))  # of which none would have time to ask for more
-            is_plain = packs and dots is None and not prologues and not has_few_rows
-            choice, asks = self.given if prologues else self.choice, None
-            if is_plain:
-                choice, asks = self._asking(block, column, lanes)
-            if self.is_counted_by_data(block, column):
-                choice = replace(choice, sums=ONE_SUM)
-                ahead = steps_of(block.stmts[1], column.var, self.target.cpu_facts.page_prefetch_bytes)
-                asks = Asks(ahead, for_next=False, cache=2) if ahead else None
-            if packs:
-                for operand, width in panel_widths(block, column, lanes, registers, choice).items():
-                    self.panels.setdefault(operand, width)  # a variant before this one may have chosen
-            if dots is not None:
-                self.panels.update(dict.fromkeys(dots.operands, panel_width(block, column, lanes, registers, choice)))
-                self._group(dots)
-            row, rows, vectors = tile_size(block, column, lanes, registers, choice)
-            down = None if row is None else row.var.name
-            self.note("register_tile", column.var.name, row=down, rows=rows, vectors=vectors, lanes=lanes)
-            for found in prologues:
-                rest = "stream" if row is None or (found.is_cheap and hides) else "stage"
-                self.note("prologue", found.loop.var.name, few_rows="stream", more_rows=rest)
-                self.ask_ahead(found.operand)
-            body = None if dots is None else dots.body
-            made = tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=asks)
-            if dots is None:
-                return made
-            return self._or_squares(block, column, lanes, panel_width(block, column, lanes, registers, choice), made)
-        body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
-        usual = parallel_nest(block.spatial, body)
-        turned = find_turned(block) if lanes > 1 and not block.is_pair else None
-        if turned is None:
-            return usual
-        self.note("turned_panels", turned.column.var.name, row=turned.row.var.name, lanes=lanes)
-        return tiled_turned(block, turned, lanes, registers, usual, self.choice)
-
-    def grouped(self, groups: Groups) -> Stmt | None:
-        """Products of rows in groups with quantized blocks; None: these are others."""
-        if _never_runs(groups.nest):
-            return seq()
-        block, lanes = reduction_block(groups.nest), self.lanes(groups.nest)
-        found = block_product(block, lanes, self.target) if block is not None and lanes > 1 else None
-        if found is None or found.row is None:
-            return None
-        if self.packs:
-            self.apart.update(found.panels)
-        self.note("grouped_tile", found.column.var.name, vectors=found.vectors, alone=found.alone, lanes=lanes)
-        return tiled_groups(groups, found, lanes, self._ways(found, lanes))
-
-    def _ways(self, found: BlockProduct, lanes: int) -> Ways:
-        """How its weights are read, which lie in panels, if they may, in order where nothing asks for them ahead; and
-        how rows are multiplied with them."""
-        target, streams = self.target, self.target.cpu_facts.block_prefetch_plan
-        if self.packs:
-            self.panels.update(dict.fromkeys(found.panels, found.panel * lanes))
-            self.in_order.update(() if streams.gemv_bytes else found.panels)
-        else:
-            streams = replace(streams, gemv_bytes=0, gemm_bytes=0)
-        larger: Larger | None = None
-        if target.has("amx-int8"):
-            larger = by_tiles
-        elif target.has_maddubs and not target.has_dp4a:
-            larger = partial(by_pairs, target=target)
-        elif target.cpu_facts.adds_beside_fmas and target.cpu_facts.loads_per_fma > 1:
-            larger = by_halves
-        return Ways(streams, RowsInStep if target.interleaves_rows else ManyRows, larger)
-
-    def is_counted_by_data(self, block: Block, column: For) -> bool:
-        """Whether not sizes but what runs around the block says how many rows it has, as data do in attention over
-        pages: a row comes now alone, now beside others. Each element is then one sum, in the order of its terms, so
-        that results are the same to the last bit."""
-        row = block.row_loop(column)
-        return row is not None and not set(row.extent.free_vars()) <= set(self.program.symbols)
-
-    def chained(self, block: Block, column: For, body: Allocate) -> Stmt:
-        """A sum of several products per step, as Winograd's inner product is."""
-        lanes, tile, least = self.lanes(block.body), InnerTile.of(self.target), self._least_rows
-        self.note("inner_product_tile", column.var.name, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
-        inputs, most = self.program.inputs, self.choice.rows
-        made, panels = tiled_inner(block, column, body, lanes, self.target, inputs=inputs, least=least, most=most)
-        self.panels.update(panels)
-        return made
-
-    @property
-    def _least_rows(self) -> int:
-        """That there are where they were prepared."""
-        found: Any = self.program.attrs[VARIANTS]
-        return int(found)
-
-    def widened(self, stmt: Allocate) -> Stmt | None:
-        """Inner products behind stages that make their weights; None: these are other stages."""
-        found, tile = find_widened(stmt, self.target), InnerTile.of(self.target)
-        if found is None:
-            return None
-        column, lanes = found.column.var.name, self.lanes(found.body)
-        self.panels.update(dict.fromkeys(found.stored, tile.vectors * lanes))
-        self.note("widened_inner_product_tile", column, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
-        return found.tiled(tile, lanes, self._least_rows, is_packed=not self.program.attrs.get(FOLLOWS))
-
-    def _asking(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, Asks | None]:
-        """How tiles ask for panels of weights: they are as wide as usual, or narrower where that lets two panels lie in
-        the second cache; where neither does, none asks for the next one."""
-        registers = self.target.num_vector_registers
-        if block.is_pair or not panel_widths(block, column, lanes, registers, self.choice):
-            return self.choice, None
-        usual = panel_width(block, column, lanes, registers, self.choice)
-        widths = [usual, *([] if self.choice.vectors else range(usual - lanes, LEAST_VECTORS * lanes - 1, -lanes))]
-        width = width_that_fits(block.stmts[1], column.var, widths, self.target.l2_bytes)
-        choice = self.choice if width is None else replace(self.choice, vectors=width // lanes)
-        asks = Asks(self.target.cpu_facts.panel_prefetch_steps, width is not None)
-        return choice, asks if asks.ahead or asks.for_next else None
-
-    def _or_squares(self, block: Block, column: For, lanes: int, width: int, made: Stmt) -> Stmt:
-        """What is made of a block's dot products, for where tiles of the processor do not do it."""
-        larger = tile_squares(block, column, lanes, width, self.target)
-        if larger is None:
-            return made
-        self.note("tile_squares", column.var.name)
-        return IfThenElse(*larger, made)
-
-    def _dots_of_filters(self, block: Block, lanes: int, registers: int) -> tuple[FilterTile, Dots] | None:
-        """A tile whose channels are summed by dot products. Their loop stays apart from those over the kernel."""
-        tile = filter_tile(block.fused(reduced=False), lanes, registers, self.choice)
-        dots = None if tile is None else dot_products(tile.block, tile.column, self.target)
-        if tile is None or dots is None:
-            return None
-        return replace(tile, block=replace(tile.block, body=dots.body)), dots
-
-    def _group(self, dots: Dots) -> None:
-        for operand in dots.operands:
-            self.groups[operand] = dots.group
-            self.note("dot_products", operand.name, length=dots.group)
-
-    def ask_ahead(self, operand: Value) -> None:
-        """Have integers that are widened brought to the cache in time. Halves come as fast as plain reads by
-        themselves (measured), as there is less to do between their loads."""
-        read = dict.fromkeys(v.buffer for v in walk_values(operand) if isinstance(v, Load))
-        if any(b.dtype in dtypes.INTEGERS and b in self.panels for b in read):
-            self.ahead.update(
-                asked_ahead((b for b in read if b in self.panels), self.target.cpu_facts.weight_prefetch_bytes)
-            )
-
-    def step_reduction(self, block: Block, *, unknown: int) -> Stmt:
-        """A reduction that is part of a stage, and may run many times in a row: starting threads has to be worth its
-        while each time, where loops of unknown extent count as `unknown`. Its operands are not packed, as other
-        reductions of the stage may read other parts of them."""
-        tiles = self.reduction(block, packs=False)
-        sizes = [as_int(s.extent) for s in walk_stmts(nest(block.spatial, block.body)) if isinstance(s, For)]
-        work = math.prod(unknown if size is None else size for size in sizes)
-        return tiles if work >= ENOUGH_WORK else serial(tiles)
-
-    def _lanes_of_reduced(self, block: Block, lanes: int) -> Allocate:
-        """Partial results in vector lanes, if the innermost reduced loop is contiguous."""
-
-        def rewrite(stmt: Stmt) -> Stmt:
-            if not isinstance(stmt, For):
-                return stmt
-            if isinstance(stmt.body, Store):
-                store = stmt.body
-                if store.combine is None or not self._contiguous(stmt):
-                    return stmt
-                self.note("split_reduction", stmt.var.name, lanes, self.partial_sums)
-                return split_reduction(stmt, lanes, self.partial_sums, identity(store.combine, store.buffer.dtype))
-            return replace(stmt, body=rewrite(stmt.body))
-
-        return replace(block.body, body=seq(*(rewrite(s) for s in block.stmts)))
+        is_short = steps is not None and steps <= MAX_UNROLLED
+        main = replace(
+            main, body=_with_kind(main.body, inner, "vectorized"), kind="unrolled" if is_short else main.kind
+        )
+        return seq(*when_positive(main.extent, main), *when_positive(count, masked_tail(loop, start, lanes)))
 
 
 def _never_runs(stmt: Stmt) -> bool:
-    """Whether a loop of the nest has no iterations, whatever the sizes are."""
+    """Whether a loop of the nest has extent 0 for all sizes."""
     return any(as_int(loop.extent) == 0 for loop in perfect_nest(stmt).loops)
 
 
-def _calls(stmt: Stmt) -> bool:
-    """Whether this is the call of a library and the loops round it."""
+def _is_library_call(stmt: Stmt) -> bool:
+    """Whether a statement is a library call, perhaps in loops, without stores."""
     return any(isinstance(s, CallLibrary) for s in walk_stmts(stmt)) and not any(stores(stmt))
 
 
 def _is_worth_a_task(body: Stmt) -> bool:
-    """Whether one iteration does so much that finding its place among all iterations costs nothing: it has blocks of
-    its own to work on."""
+    """Whether an iteration is large enough for a loop collapsed with division of the index: it allocates a buffer that
+    is not a scalar."""
     return isinstance(body, Allocate) and bool(body.buffer.shape)
 
 

@@ -1,12 +1,12 @@
-"""The schedule of nests that read along another loop than they write: transposes, and what was fused with them.
+"""Schedules of transposes and ops fused with them: nests whose loads and store are contiguous along different loops.
 
-    for n: for s: for c: out[n, c, s] = f(x[n, s, c])       in tiles of as many rows and columns as a vector has lanes
+    for n: for s: for c: out[n, c, s] = f(x[n, s, c])       in square tiles, of as many rows as a vector has lanes
 
         tile[r, l] = x[n, s0 + r, c0 + l]                   vectors along c
-        out[n, c0 + r, s0 + l] = f(tile[l, r])              vectors along s: the tile changes places in registers
+        out[n, c0 + r, s0 + l] = f(tile[l, r])              vectors along s: the tile is transposed in registers
 
-The last tile of a row or column begins earlier, so that it ends with it: some elements are written twice, and no tile
-is masked. Where a dimension is shorter than a tile there is none: then the usual schedule runs.
+The last tile of a row or column overlaps the previous one, so that no tile is masked and some elements are written
+twice. If a dimension is shorter than a tile, the usual schedule runs.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from relaxlite.ir.program import Allocate, Binary, Buffer, For, Load, Select, St
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, smin, sym
 from relaxlite.passes.loops.access import coefficient, offset, stride
-from relaxlite.passes.loops.edits import less, with_variant
-from relaxlite.passes.loops.parallel import parallel_nest
+from relaxlite.passes.loops.parallel import collapse_parallel
 from relaxlite.passes.loops.pattern import perfect_nest
+from relaxlite.passes.loops.transforms import less, select_version
 
-MOST_TILE_LANES = 16  # a tile of more would not fit into registers
-BLOCK = 4  # tiles that are read one after another from each row: a few cache lines
-GROUP, ALIKE = 4, 2048  # tiles of a row of the result, where rows are multiples of so many bytes
-MOST_TILES = 2  # transposed operands: each needs as many registers as a vector has lanes
+MAX_TILE_LANES = 16  # a larger tile would not fit the registers
+BLOCK = 4  # consecutive tiles along a row of the source: a few cache lines
+GROUP, ALIKE = 4, 2048  # consecutive tiles along a row of the result, if rows are a multiple of ALIKE bytes
+MAX_TILES = 2  # transposed operands: each needs one register per lane
 
 
 def tiled_transpose(stage: Stmt, lanes: int) -> tuple[list[Value], Stmt] | None:
-    """(conditions, nest in tiles), for a nest whose store is contiguous along one loop and some loads along another.
+    """Tile a nest whose store is contiguous along one loop and some loads along another.
 
-    None: it is no such nest. The conditions, on symbolic sizes, must hold for there to be a tile.
+    Returns (conditions on symbolic sizes under which the tiles are valid, tiled nest); None: another nest.
     """
     nest = perfect_nest(stage)
     store = nest.body
@@ -43,11 +43,11 @@ def tiled_transpose(stage: Stmt, lanes: int) -> tuple[list[Value], Stmt] | None:
     across = next((loop for loop in nest.loops if stride(store, loop.var) == 1), None)
     if across is None:
         return None
-    turned = [load for load in loads(store) if stride(load, across.var) not in (0, 1)]
-    down = _contiguous_loop(turned, nest.loops)
-    if down is None or len(set(x.buffer for x in turned)) > MOST_TILES:
+    transposed = [load for load in loads(store) if stride(load, across.var) not in (0, 1)]
+    down = _contiguous_loop(transposed, nest.loops)
+    if down is None or len(set(x.buffer for x in transposed)) > MAX_TILES:
         return None
-    moving: list[Load | Store] = [*turned, store]
+    moving: list[Load | Store] = [*transposed, store]
     if any(coefficient(offset(access), loop.var) is None for access in moving for loop in (across, down)):
         return None  # not linear
     if stride(store, down.var) in (0, 1):
@@ -57,67 +57,71 @@ def tiled_transpose(stage: Stmt, lanes: int) -> tuple[list[Value], Stmt] | None:
         return None
     if any((as_int(size) or lanes) < lanes for size in sizes):
         return None
-    others = [loop for loop in nest.loops if loop is not across and loop is not down]
+    outer_loops = [loop for loop in nest.loops if loop is not across and loop is not down]
     conditions: list[Value] = [less(lanes - 1, size) for size in sizes if as_int(size) is None]
-    return conditions, _tiles(others, down, across, store, turned, lanes)
+    return conditions, _tiles(outer_loops, down, across, store, transposed, lanes)
 
 
-def both(conditions: Sequence[Value]) -> Value:
+def all_of(conditions: Sequence[Value]) -> Value:
+    """The conjunction of one or more conditions."""
     return reduce(lambda a, b: Binary("and", a, b), conditions)
 
 
-def _contiguous_loop(turned: Sequence[Load], loops: Sequence[For]) -> For | None:
-    """The one loop along which all these loads are contiguous."""
-    found = [loop for loop in loops if turned and all(stride(load, loop.var) == 1 for load in turned)]
-    return found[0] if len(found) == 1 else None
+def _contiguous_loop(transposed: Sequence[Load], loops: Sequence[For]) -> For | None:
+    """The only loop along which all transposed loads are contiguous; else None."""
+    candidates = [loop for loop in loops if transposed and all(stride(load, loop.var) == 1 for load in transposed)]
+    return candidates[0] if len(candidates) == 1 else None
 
 
-def _tiles(others: list[For], down: For, across: For, store: Store, turned: Sequence[Load], lanes: int) -> Stmt:
-    """As they are read; where rows of the result begin in the same places of a cache, whose lines then are of few rows
-    at a time, in groups of which some are written one after another of each row (docs/measurements/cpus.md,
-    transpose)."""
+def _tiles(
+    outer_loops: list[For], down: For, across: For, store: Store, transposed: Sequence[Load], lanes: int
+) -> Stmt:
+    """The loops over tiles, in the order of the source. If rows of the result map to the same cache sets, groups of
+    tiles along a row of the result are adjacent, to avoid conflict misses (docs/measurements/cpus.md, transpose)."""
     columns, rows = ceildiv(down.extent, lanes), ceildiv(across.extent, lanes)
 
-    def tiles(together: int) -> Stmt:
+    def tiles(group_size: int) -> Stmt:
         names = (f"{down.var.name}b", f"{across.var.name}g", f"{down.var.name}t", f"{across.var.name}t")
         block, group, column, row = (SymVar(name, lower=0) for name in names)
-        count = smin(rows - group * together, together)
-        above = smin((group * together + (row if together > 1 else 0)) * lanes, across.extent - lanes)
+        count = smin(rows - group * group_size, group_size)
+        above = smin((group * group_size + (row if group_size > 1 else 0)) * lanes, across.extent - lanes)
         first = smin((block * BLOCK + column) * lanes, down.extent - lanes)
-        tile = _tile(store, turned, (down.var, first), (across.var, above), lanes)
-        inner = For(column, smin(columns - block * BLOCK, BLOCK), For(row, count, tile) if together > 1 else tile)
-        blocks, groups = ceildiv(columns, BLOCK), ceildiv(rows, together)
-        return parallel_nest([*others, For(block, blocks, seq()), For(group, groups, seq())], inner)
+        tile = _tile(store, transposed, (down.var, first), (across.var, above), lanes)
+        inner = For(column, smin(columns - block * BLOCK, BLOCK), For(row, count, tile) if group_size > 1 else tile)
+        blocks, groups = ceildiv(columns, BLOCK), ceildiv(rows, group_size)
+        return collapse_parallel([*outer_loops, For(block, blocks, seq()), For(group, groups, seq())], inner)
 
-    apart = coefficient(offset(store), down.var)
-    assert apart is not None
-    are_alike = less(sym(apart) % (ALIKE // dtypes.itemsize(store.buffer.dtype)), 1)
-    return with_variant(are_alike, Substitute(fresh=True).stmt(tiles(GROUP)), tiles(1))
+    row_stride = coefficient(offset(store), down.var)
+    assert row_stride is not None
+    has_conflicts = less(sym(row_stride) % (ALIKE // dtypes.itemsize(store.buffer.dtype)), 1)
+    return select_version(has_conflicts, Substitute(fresh=True).stmt(tiles(GROUP)), tiles(1))
 
 
 def _tile(
-    store: Store, turned: Sequence[Load], down: tuple[SymVar, SymExpr], across: tuple[SymVar, SymExpr], lanes: int
+    store: Store, transposed: Sequence[Load], down: tuple[SymVar, SymExpr], across: tuple[SymVar, SymExpr], lanes: int
 ) -> Stmt:
     tiles: dict[tuple[Buffer, tuple[SymExpr, ...]], Buffer] = {}
     stmts: list[Stmt] = []
-    for load in turned:
+    for load in transposed:
         if (load.buffer, load.indices) in tiles:
             continue
         tile = Buffer(f"{load.buffer.name}_tile", (sym(lanes), sym(lanes)), load.dtype, "local")
         tiles[load.buffer, load.indices] = tile
         r, lane = SymVar("r", upper=lanes - 1), SymVar("l", upper=lanes - 1)
         value = Substitute({across[0]: across[1] + r, down[0]: down[1] + lane}).value(load)
-        stmts.append(_square(r, lane, Store(tile, (r, lane), value), lanes))
+        stmts.append(_tile_loops(r, lane, Store(tile, (r, lane), value), lanes))
     r, lane = SymVar("r", upper=lanes - 1), SymVar("l", upper=lanes - 1)
     placed = _FromTiles(tiles, (lane, r)).stmt(store)
-    stmts.append(_square(r, lane, Substitute({across[0]: across[1] + lane, down[0]: down[1] + r}).stmt(placed), lanes))
+    stmts.append(
+        _tile_loops(r, lane, Substitute({across[0]: across[1] + lane, down[0]: down[1] + r}).stmt(placed), lanes)
+    )
     body = seq(*stmts)
     for tile in tiles.values():
         body = Allocate(tile, body)
     return body
 
 
-def _square(r: SymVar, lane: SymVar, body: Stmt, lanes: int) -> Stmt:
+def _tile_loops(r: SymVar, lane: SymVar, body: Stmt, lanes: int) -> Stmt:
     return For(r, sym(lanes), For(lane, sym(lanes), body, "vectorized"), "unrolled")
 
 

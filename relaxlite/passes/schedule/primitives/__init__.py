@@ -1,4 +1,4 @@
-"""Schedule primitives: rewrites of a program's loops that cannot change what it computes.
+"""Schedule primitives: verified transformations of a program's loops that preserve its results.
 
 `Schedule` applies them by name and keeps a trace. Under it, one file per kind:
 
@@ -6,10 +6,10 @@
     staging.py      stage, compute_at, decompose_reduction, split_reduction
     layout.py       pack
     tensorize.py    tensorize
-    dependence.py   which iterations depend on each other, the question behind most of the checks
-    region.py       which part of a buffer a statement touches, the question behind the others
-    trace.py        steps as text
-    tree.py         loops and buffers by name
+    dependence.py   dependence analysis between iterations, for the legality of loop transformations
+    region.py       access regions of buffers, for the legality of staging
+    trace.py        schedule steps as text
+    tree.py         lookup of loops and buffers by name
 """
 
 from __future__ import annotations

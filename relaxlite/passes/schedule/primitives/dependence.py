@@ -1,13 +1,13 @@
-"""Which iterations of loops depend on each other: how far apart two accesses to one element can be.
+"""Dependence analysis: distance intervals between iterations that access the same element.
 
-Two accesses b(v') and a(v) meet where their indices are equal. Every dimension whose indices are affine gives one
-equation in the differences d = v' - v of the loops around both,
+Two accesses b(v') and a(v) conflict if their indices are equal. Every dimension with affine indices gives an equation
+in the distances d = v' - v of their common loops,
 
-    sum of c_v * d_v  +  what only one of the accesses knows  +  constant  ==  0,
+    sum of c_v * d_v  +  terms in variables of one access only  +  constant  ==  0.
 
-and each equation narrows the interval of every d in it, given the intervals of the others, until nothing changes. An
-empty interval: they never meet. The intervals are an over-approximation: what they exclude cannot happen. Combining
-stores of one kind may change places (the order of a sum is not part of its meaning) and do not depend on each other.
+Each equation narrows the interval of every d in it from the intervals of the other terms, until a fixed point (interval
+propagation). An empty interval proves independence; the intervals over-approximate the distances. Combining stores with
+the same operation commute (the order of a reduction is not part of its semantics) and do not depend on each other.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from relaxlite.records import dataclass
 Interval: TypeAlias = "tuple[int | None, int | None]"  # inclusive; None: no bound
 ANY: Interval = (None, None)
 ZERO: Interval = (0, 0)
-_ROUNDS = 8  # of narrowing; more are rarely of use
+_ROUNDS = 8  # of interval propagation; more rarely narrow further
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One load or store, and the loops and let_index variables between the region's root and it."""
+    """A load or store, and the loops and `LetIndex` statements from the root of the region to it."""
 
     node: Load | Store
     binders: tuple[For | LetIndex, ...]
 
     @property
     def buffer(self) -> Buffer:
+        """The accessed buffer."""
         return self.node.buffer
 
     @property
     def combine(self) -> str | None:
+        """The operation of a combining store; None for loads and other stores."""
         return self.node.combine if isinstance(self.node, Store) else None
 
     def __str__(self) -> str:
@@ -53,14 +55,18 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """Two accesses that may meet in one element: by how many iterations of each common loop `second` is then after
-    `first` (before it: negative)."""
+    """Two accesses that may touch the same element, with their distance.
+
+    `distance`: for each common loop, the interval of iterations by which `second` comes after `first` (negative:
+    before).
+    """
 
     first: Access
     second: Access
     distance: Mapping[SymVar, Interval]
 
     def along(self, var: SymVar) -> Interval:
+        """The distance interval of a loop; unbounded for other variables."""
         return self.distance.get(var, ANY)
 
     def __str__(self) -> str:
@@ -68,7 +74,7 @@ class Dependence:
 
 
 def accesses_of(region: Stmt) -> list[Access]:
-    """Every access inside to a buffer that outlives one execution of the region."""
+    """All accesses in a region to buffers that are not allocated in it."""
     return list(_accesses(region, (), frozenset()))
 
 
@@ -87,13 +93,16 @@ def _accesses(stmt: Stmt, binders: tuple[For | LetIndex, ...], own: frozenset[Bu
 
 
 def dependences(region: Stmt) -> Iterator[Dependence]:
-    """Every pair of accesses inside that may meet in one element, at least one of them a store."""
-    found = accesses_of(region)
-    yield from conflicts(found, found, is_same=True)
+    """The pairs of accesses in a region, at least one of them a store, that may touch the same element."""
+    accesses = accesses_of(region)
+    yield from conflicts(accesses, accesses, is_same=True)
 
 
 def conflicts(left: Sequence[Access], right: Sequence[Access], *, is_same: bool = False) -> Iterator[Dependence]:
-    """The pairs (a of left, b of right) that may meet; `is_same`: the lists are one, and each pair comes once."""
+    """The dependences between accesses of `left` and of `right`, combining stores with the same operation excepted.
+
+    `is_same`: both lists are the same, and each pair is reported once.
+    """
     for number, a in enumerate(left):
         for b in right[number:] if is_same else right:
             if a.buffer is not b.buffer or (isinstance(a.node, Load) and isinstance(b.node, Load)):
@@ -106,7 +115,10 @@ def conflicts(left: Sequence[Access], right: Sequence[Access], *, is_same: bool 
 
 
 def self_conflicts(left: Sequence[Access]) -> Iterator[Dependence]:
-    """The same with the pairs of combining stores that `conflicts` leaves out: threads must not share an element."""
+    """The dependences within a list of accesses, combining stores included.
+
+    Threads must not combine into one element.
+    """
     for number, a in enumerate(left):
         for b in left[number:]:
             if a.buffer is b.buffer and not (isinstance(a.node, Load) and isinstance(b.node, Load)):
@@ -116,22 +128,22 @@ def self_conflicts(left: Sequence[Access]) -> Iterator[Dependence]:
 
 
 def distance_between(a: Access, b: Access) -> dict[SymVar, Interval] | None:
-    """The intervals of v' (in b) - v (in a) for the loops around both; None: they never meet."""
+    """The distance interval v' (in b) - v (in a) of each common loop; None: the accesses are independent."""
     common = [x for x, y in zip(a.binders, b.binders, strict=False) if x is y]
     loops = [x for x in common if isinstance(x, For)]
-    parts = _Parts({loop.var for loop in loops})
+    parts = _Quotients({loop.var for loop in loops})
     equations = list(_equations(a, b, parts))
-    distance: dict[SymVar, Interval] = {loop.var: _spread(loop) for loop in loops}
-    distance |= {part: (-last, last) if (last := part.upper) is not None else ANY for part in parts.made.values()}
+    distance: dict[SymVar, Interval] = {loop.var: _distance_range(loop) for loop in loops}
+    distance |= {part: (-last, last) if (last := part.upper) is not None else ANY for part in parts.variables.values()}
     for _ in range(_ROUNDS):
         changed = False
         for terms, rest in equations:
             for var, coef in terms.items():
-                others = rest
+                other_terms = rest
                 for other, factor in terms.items():
                     if other is not var:
-                        others = _plus(others, _times(distance[other], factor))
-                narrowed = _meet(distance[var], _divided(_times(others, -1), coef))
+                        other_terms = _plus(other_terms, _times(distance[other], factor))
+                narrowed = _meet(distance[var], _divided(_times(other_terms, -1), coef))
                 if narrowed is None:
                     return None
                 changed, distance[var] = changed or narrowed != distance[var], narrowed
@@ -140,23 +152,24 @@ def distance_between(a: Access, b: Access) -> dict[SymVar, Interval] | None:
                 total = _plus(total, _times(distance[var], coef))
             if _meet(total, ZERO) is None:
                 return None
-        for (owner, divisor, is_rest), part in parts.made.items():
-            other_part = parts.made.get((owner, divisor, not is_rest))
+        for (owner, divisor, is_rest), part in parts.variables.items():
+            other_part = parts.variables.get((owner, divisor, not is_rest))
             if other_part is not None and distance[part] == distance[other_part] == ZERO != distance[owner]:
-                changed, distance[owner] = True, ZERO  # the quotient and the rest tell the number
+                changed, distance[owner] = True, ZERO  # quotient and remainder determine the variable
         if not changed:
             break
     return distance
 
 
-class _Parts:
-    """Quotients and rests of loop variables, v // d and v % d, as variables of their own: what fusing loops makes."""
+class _Quotients:
+    """Replaces quotients and remainders of loop variables, v // d and v % d, as fusion makes them, by new variables."""
 
     def __init__(self, loops: set[SymVar]) -> None:
         self.loops = loops
-        self.made: dict[tuple[SymVar, SymExpr, bool], SymVar] = {}
+        self.variables: dict[tuple[SymVar, SymExpr, bool], SymVar] = {}
 
     def named(self, index: SymExpr) -> SymExpr:
+        """The index with quotients and remainders replaced."""
         return map_atoms(index, self._name)
 
     def _name(self, atom: SymExpr) -> SymExpr:
@@ -168,26 +181,26 @@ class _Parts:
         is_rest = isinstance(atom, FloorMod)
         last = as_int(atom.b - 1) if is_rest else None
         key = (atom.a, atom.b, is_rest)
-        return self.made.setdefault(key, SymVar(f"{atom.a.name}_part", upper=last))
+        return self.variables.setdefault(key, SymVar(f"{atom.a.name}_part", upper=last))
 
 
-def _equations(a: Access, b: Access, parts: _Parts) -> Iterator[tuple[dict[SymVar, int], Interval]]:
+def _equations(a: Access, b: Access, parts: _Quotients) -> Iterator[tuple[dict[SymVar, int], Interval]]:
     shape = a.buffer.shape
     pairs = list(zip(a.node.indices, b.node.indices, strict=True))
     pairs.append((flat_offset(shape, a.node.indices), flat_offset(shape, b.node.indices)))
     named = [(parts.named(left), parts.named(right)) for left, right in pairs]
-    common = parts.loops | set(parts.made.values())
+    common = parts.loops | set(parts.variables.values())
     for left, right in named:
-        one = _affine(left, [*(x.var for x in a.binders), *parts.made.values()])
-        two = _affine(right, [*(x.var for x in b.binders), *parts.made.values()])
-        if one is None or two is None:
+        affine_a = _affine(left, [*(x.var for x in a.binders), *parts.variables.values()])
+        affine_b = _affine(right, [*(x.var for x in b.binders), *parts.variables.values()])
+        if affine_a is None or affine_b is None:
             continue
-        (coefs_a, rest_a), (coefs_b, rest_b) = one, two
+        (coefs_a, rest_a), (coefs_b, rest_b) = affine_a, affine_b
         terms = {v: coefs_b[v] for v in coefs_b if v in common and coefs_a.get(v) == coefs_b[v]}
         rest = Analyzer().bounds(rest_b - rest_a)
         for coefs, binders, sign in ((coefs_b, b.binders, 1), (coefs_a, a.binders, -1)):
             ranges = {binder.var: _range(binder) for binder in binders}
-            ranges |= {part: (0, part.upper) for part in parts.made.values()}
+            ranges |= {part: (0, part.upper) for part in parts.variables.values()}
             for var, coef in coefs.items():
                 if var not in terms:
                     rest = _plus(rest, _times(ranges[var], coef * sign))
@@ -195,13 +208,13 @@ def _equations(a: Access, b: Access, parts: _Parts) -> Iterator[tuple[dict[SymVa
 
 
 def _affine(index: SymExpr, variables: Sequence[SymVar]) -> tuple[dict[SymVar, int], SymExpr] | None:
-    """(coefficient of each of the variables, what is left); None where it is not affine in them."""
+    """(coefficients of the variables, remaining terms) of an index; None if the index is not affine in them."""
     coefs: dict[SymVar, int] = {}
     rest = index
     present = set(index.free_vars())
     for var in (var for var in variables if var in present):
-        found = coefficient(index, var)
-        coef = None if found is None else as_int(found)
+        factor = coefficient(index, var)
+        coef = None if factor is None else as_int(factor)
         if coef is None:
             return None
         coefs[var], rest = coef, rest - var * coef
@@ -209,19 +222,19 @@ def _affine(index: SymExpr, variables: Sequence[SymVar]) -> tuple[dict[SymVar, i
 
 
 def _range(binder: For | LetIndex) -> Interval:
-    """The values of a variable; those that are declared of data are not believed."""
+    """The value range of a variable; unbounded for `LetIndex`, whose declared bounds data may violate."""
     if isinstance(binder, LetIndex):
         return ANY
     return 0, _last(binder)
 
 
-def _spread(loop: For) -> Interval:
+def _distance_range(loop: For) -> Interval:
     last = _last(loop)
     return ANY if last is None else (-last, last)
 
 
 def _last(loop: For) -> int | None:
-    """The greatest value of the loop's variable, if that is a known number."""
+    """The largest value of a loop variable; None if it is not a known constant."""
     _, extent = Analyzer().bounds(loop.extent)
     return None if extent is None else max(extent - 1, 0)
 
@@ -241,7 +254,7 @@ def _times(a: Interval, factor: int) -> Interval:
 
 
 def _divided(a: Interval, by: int) -> Interval:
-    """The integers x with x*by in a."""
+    """The interval of integers x with x*by in `a`."""
     if by == 0:
         return ANY
     if by < 0:
@@ -255,19 +268,21 @@ def _meet(a: Interval, b: Interval) -> Interval | None:
     return None if low is not None and high is not None and low > high else (low, high)
 
 
-# Questions
+# Queries
 
 
 def carried_by(loop: For, *, combining: bool = False) -> Dependence | None:
-    """A dependence between different iterations of the loop, or None: they are independent. `combining`: iterations
-    that combine into one element by the same operation count as independent."""
-    found = accesses_of(loop)
-    pairs = conflicts(found, found, is_same=True) if combining else self_conflicts(found)
+    """A loop-carried dependence; None: the iterations are independent.
+
+    `combining`: iterations that combine into one element with the same operation count as independent.
+    """
+    accesses = accesses_of(loop)
+    pairs = conflicts(accesses, accesses, is_same=True) if combining else self_conflicts(accesses)
     return next((d for d in pairs if d.along(loop.var) != ZERO), None)
 
 
-def order_matters(nest: Sequence[For], order: Sequence[SymVar]) -> Dependence | None:
-    """A dependence that running a perfect nest with its loops in another order would turn round, or None."""
+def blocks_reordering(nest: Sequence[For], order: Sequence[SymVar]) -> Dependence | None:
+    """A dependence that reordering the loops of a perfect nest would reverse; None: the reordering is legal."""
     before = [loop.var for loop in nest]
     for dependence in dependences(nest[0]):
         choices = [_signs(dependence.along(var)) for var in before]
@@ -290,11 +305,10 @@ def _leading(signs: Sequence[int] | Iterator[int]) -> int:
     return next((s for s in signs if s), 0)
 
 
-def comes_too_late(loop: For, earlier: Stmt, later: Stmt) -> Dependence | None:
-    """A dependence that forbids to run `earlier` in all iterations of the loop before `later` in any, or None.
+def blocks_distribution(loop: For, earlier: Stmt, later: Stmt) -> Dependence | None:
+    """A dependence that prevents distributing a loop over `earlier` and `later`, statements of its body; None: legal.
 
-    Both are statements of the loop's body: some iteration's `later` touches what a following iteration's `earlier`
-    touches.
+    It exists if `later` in some iteration conflicts with `earlier` in a following iteration.
     """
     body_of = [[Access(x.node, (loop, *x.binders)) for x in accesses_of(stmt)] for stmt in (earlier, later)]
     for dependence in conflicts(*body_of):

@@ -1,4 +1,4 @@
-"""The primitive on layouts: a buffer's elements in another order, so that a kernel reads them one after another."""
+"""The layout primitive `pack`: change the dimensions of a buffer so that a kernel reads contiguous elements."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from relaxlite.ir.program import Allocate, Binary, Buffer, For, Literal, Load, S
 from relaxlite.ir.program import loops as loop_nest
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.schedule.primitives.tree import find_allocation
 
-Term: TypeAlias = "int | tuple[int, str, int]"  # an axis; or its index divided by a number, or what is left of that
+Term: TypeAlias = "int | tuple[int, str, int]"  # an axis; or (axis, "//" or "%", factor), its quotient or remainder
 
 
 def pack(program: TensorProgram, name: str, dims: Sequence[Term]) -> tuple[TensorProgram, TensorProgram | None]:
-    """Give a buffer other dimensions, each an axis of the old ones or a part of one:
+    """Change the dimensions of a buffer to axes of the old buffer or parts of them:
 
     pack(p, "B", ((1, "//", 64), 0, (1, "%", 64)))    B[k, j]  =>  B[j // 64, k, j % 64]
 
-    Every axis occurs once, whole or as its two parts by one number; where that does not divide the size, the last part
-    is filled up. A parameter changes its shape in the signature: the second result is then the program that brings an
-    array from the old layout (its input) to the new one (its output; filled up with zeros), or None for an allocated
-    buffer.
+    Every axis occurs once, whole or as quotient and remainder by one factor; if the factor does not divide the size,
+    the axis is padded. Packing a parameter changes the signature: the second result is then the program that packs an
+    array (input: old layout, output: new layout, padded with zeros); None for an allocated buffer. Raises ScheduleError
+    for invalid dimensions.
     """
     buffer = next((b for b in program.params if b.name == name), None)
     is_param = buffer is not None
@@ -53,10 +53,10 @@ def _check_terms(buffer: Buffer, dims: Sequence[Term]) -> None:
             )
         parts.setdefault(axis, []).append((kind, factor))
     for axis in range(len(buffer.shape)):
-        found = sorted(parts.get(axis, []))
-        whole = found == [("", 1)]
-        split = [kind for kind, _ in found] == ["%", "//"] and found[0][1] == found[1][1]
-        if not whole and not split:
+        terms = sorted(parts.get(axis, []))
+        is_whole = terms == [("", 1)]
+        is_split = [kind for kind, _ in terms] == ["%", "//"] and terms[0][1] == terms[1][1]
+        if not is_whole and not is_split:
             raise ScheduleError(
                 f"axis {axis} of buffer {buffer.name} must occur once, or as '//' and '%' of one factor: elements "
                 f"would "
@@ -79,7 +79,7 @@ def _part(indices: Sequence[SymExpr], term: Term) -> SymExpr:
 
 
 class _Packed(ProgramRewriter):
-    """Accesses to the old buffer become accesses to the new one; the loops around say what divisions give."""
+    """Redirects accesses from the old to the new buffer, with divisions simplified by the ranges of enclosing loops."""
 
     def __init__(self, old: Buffer, new: Buffer, dims: Sequence[Term]) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Packed(ProgramRewriter):
             return Allocate(self._new, self.stmt(stmt.body))
         if isinstance(stmt, For):
             outer, self._known = self._known, self._known.with_range(stmt.var, 0, stmt.extent)
-            self._done = {}  # a value shared with another loop was simplified for that one
+            self._done = {}  # values shared between loops are simplified per loop
             new = super().stmt(stmt)
             self._known, self._done = outer, {}
             return new
@@ -117,7 +117,7 @@ def _packing(program: TensorProgram, old: Buffer, new: Buffer, dims: Sequence[Te
         for term, var in zip(dims, at, strict=True):
             axis = term if isinstance(term, int) else term[0]
             indices[axis] = indices[axis] + (var * term[2] if not isinstance(term, int) and term[1] == "//" else var)
-        conds: list[Value] = [less(indices[a], old.shape[a]) for a in _filled(old, dims)]
+        conds: list[Value] = [less(indices[a], old.shape[a]) for a in _padded_axes(old, dims)]
         value: Value = Load(old, tuple(indices))
         if conds:
             value = Select(reduce(lambda a, b: Binary("and", a, b), conds), value, zero)
@@ -127,7 +127,7 @@ def _packing(program: TensorProgram, old: Buffer, new: Buffer, dims: Sequence[Te
     return TensorProgram((old, new), symbols, loop_nest("ijklmn", new.shape, element))
 
 
-def _filled(old: Buffer, dims: Sequence[Term]) -> list[int]:
-    """The axes whose last part may be filled up."""
+def _padded_axes(old: Buffer, dims: Sequence[Term]) -> list[int]:
+    """The axes that may need padding."""
     split = [term for term in dims if not isinstance(term, int) and term[1] == "%"]
     return [axis for axis, _, factor in split if as_int(old.shape[axis] % factor) != 0]

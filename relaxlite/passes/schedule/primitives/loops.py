@@ -1,7 +1,7 @@
 """Primitives on loops: split, fuse, reorder, distribute, predicate, specialize, and the kinds of loops.
 
-Each takes the statement that it works in (`root`, a program's body), and gives a new one of the same meaning; floating
-point sums may be rounded in another order. What cannot be proven to keep the meaning is a ScheduleError.
+Each takes the enclosing statement (`root`, the body of a program) and returns a new one with the same results, up to
+the order of floating point reductions. A transformation that cannot be proven legal raises ScheduleError.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import Substitute, walk_stmts, walk_values
 from relaxlite.ir.symbolic import SymVar, as_int, ceildiv, smin, sym
-from relaxlite.passes.loops import edits as rewrite
-from relaxlite.passes.schedule.primitives.dependence import carried_by, comes_too_late, order_matters
+from relaxlite.passes.loops import transforms as rewrite
+from relaxlite.passes.schedule.primitives.dependence import blocks_distribution, blocks_reordering, carried_by
 from relaxlite.passes.schedule.primitives.tree import (
     analyzer_at,
     describe,
@@ -40,18 +40,17 @@ from relaxlite.passes.schedule.primitives.tree import (
 )
 
 TAILS = ("cut", "mask", "even", "none")
-MOST_LANES = 256  # of a vectorized loop; as the code generator allows
-MOST_COPIES = 64  # of an unrolled body
+MAX_LANES = 256  # of a vectorized loop, as in the code generator
+MAX_COPIES = 64  # of an unrolled body
 
 
 def split(root: Stmt, loop: For, factor: int, *, tail: str = "cut") -> tuple[Stmt, tuple[SymVar, ...]]:
-    """for i in n  =>  for io in n // factor: for ii in factor, and what is left where factor does not divide n.
+    """Split a loop: for i in n  =>  for io in n // factor: for ii in factor, and a tail if factor does not divide n.
 
-    tail="cut": the rest is a loop of its own, `it`, after the others. "mask": the last block is whole, and a condition
-    leaves out what lies beyond n. "even": blocks of at most `factor` iterations whose lengths differ by at most one, so
-    that 16 by 6 is 6 + 5 + 5 (`specialize` makes the lengths constants). "none": n is known to be a multiple of the
-    factor, else ScheduleError.
-    Gives the new root and the variables (outer, inner[, rest]).
+    tail="cut": the tail is a separate loop, `it`, after the main loop. "mask": the last block is full, and a condition
+    masks iterations beyond n. "even": blocks of at most `factor` iterations whose lengths differ by at most one, so
+    that 16 by 6 is 6 + 5 + 5 (`specialize` makes the lengths constants). "none": n must be provably a multiple of the
+    factor, else ScheduleError. Returns the new root and the variables (outer, inner[, tail]).
     """
     if factor < 1:
         raise ScheduleError(f"loop {loop.var.name!r} cannot be split by {factor}; a factor is at least 1")
@@ -82,44 +81,44 @@ def split(root: Stmt, loop: For, factor: int, *, tail: str = "cut") -> tuple[Stm
     return replaced(root, loop, seq(main, simplified(last, known))), (outer, inner, rest)
 
 
-def _split_evenly(root: Stmt, loop: For, most: int) -> tuple[Stmt, tuple[SymVar, ...]]:
-    outer, inner = SymVar(f"{loop.var.name}o"), SymVar(f"{loop.var.name}i", upper=most - 1)
-    count = ceildiv(loop.extent, most)
-    parts = count if as_int(count) != 0 else sym(1)  # a loop of no iterations divides by nothing
+def _split_evenly(root: Stmt, loop: For, max_size: int) -> tuple[Stmt, tuple[SymVar, ...]]:
+    outer, inner = SymVar(f"{loop.var.name}o"), SymVar(f"{loop.var.name}i", upper=max_size - 1)
+    count = ceildiv(loop.extent, max_size)
+    parts = count if as_int(count) != 0 else sym(1)  # an empty loop must not divide by 0
     start, end = (block * (loop.extent // parts) + smin(block, loop.extent % parts) for block in (outer, outer + 1))
     body = Substitute({loop.var: start + inner}).stmt(loop.body)
     return replaced(root, loop, For(outer, count, For(inner, end - start, body), loop.kind)), (outer, inner)
 
 
 def specialize(root: Stmt, loop: For, sizes: Sequence[int]) -> tuple[Stmt, tuple[For, ...]]:
-    """A body of its own for each of some extents that the loop may have, chosen at run time:
+    """Specialize a loop for some constant extents, selected at run time:
 
     for i in n: body  =>  if n == 6: for i in 6: body;  elif n == 5: for i in 5: body;  else: for i in n: body
 
-    Gives the new root and the loops of known extents.
+    Returns the new root and the loops of constant extents.
     """
     if loop.extent.is_const or not sizes or len(set(sizes)) != len(sizes) or min(sizes) < 0:
         raise ScheduleError(
             f"loop {loop.var.name!r} of {loop.extent} iterations cannot be specialized for "
             f"{', '.join(map(str, sizes))}; name different sizes, none below 0, of a loop whose extent is not known"
         )
-    chosen: Stmt = loop
+    dispatch: Stmt = loop
     loops: list[For] = []
     for size in reversed(sizes):
         var = SymVar(loop.var.name, upper=max(size - 1, 0))
-        made = For(var, sym(size), Substitute({loop.var: var}, fresh=True).stmt(loop.body), loop.kind)
-        is_so = Compare("eq", IndexValue(loop.extent), IndexValue(sym(size)))
-        chosen = IfThenElse(is_so, made, chosen)
-        loops.insert(0, made)
-    return replaced(root, loop, chosen), tuple(loops)
+        specialized = For(var, sym(size), Substitute({loop.var: var}, fresh=True).stmt(loop.body), loop.kind)
+        matches = Compare("eq", IndexValue(loop.extent), IndexValue(sym(size)))
+        dispatch = IfThenElse(matches, specialized, dispatch)
+        loops.insert(0, specialized)
+    return replaced(root, loop, dispatch), tuple(loops)
 
 
 def predicate(root: Stmt, loop: For, multiple: int) -> tuple[Stmt, For]:
-    """Round the extent up to a multiple, and do nothing beyond the old one:
+    """Round the extent of a loop up to a multiple and guard the body:
 
     for i in n: body  =>  for i in ceil(n / multiple) * multiple: if i < n: body
 
-    The condition stands inside of the loops that are the loop's whole body. Gives the new root and loop.
+    The condition is placed inside of the perfect nest below the loop. Returns the new root and loop.
     """
     if multiple < 1:
         raise ScheduleError(f"loop {loop.var.name!r} cannot be rounded up to a multiple of {multiple}")
@@ -143,7 +142,7 @@ def _reads(cond: Value) -> bool:
 
 
 def fuse(root: Stmt, outer: For, inner: For) -> tuple[Stmt, SymVar]:
-    """for i in n: for j in m: body(i, j)  =>  for ij in n*m: body(ij // m, ij % m)"""
+    """Fuse two perfectly nested loops: for i in n: for j in m: body(i, j)  =>  for ij in n*m: body(ij // m, ij % m)."""
     if outer.body is not inner:
         raise ScheduleError(
             f"loop {inner.var.name!r} is not the whole body of loop {outer.var.name!r}, which is "
@@ -167,8 +166,10 @@ def fuse(root: Stmt, outer: For, inner: For) -> tuple[Stmt, SymVar]:
 
 
 def reorder(root: Stmt, loops: Sequence[For]) -> Stmt:
-    """The loops of a perfect nest in the order given, outermost first; loops of the nest that are not named keep their
-    places."""
+    """Reorder loops of a perfect nest to the given order, outermost first.
+
+    Other loops of the nest keep their positions.
+    """
     names = [loop.var.name for loop in loops]
     if len(set(names)) != len(names) or not loops:
         raise ScheduleError(f"reorder takes loops of different names, got {', '.join(names) or 'none'}")
@@ -186,7 +187,7 @@ def reorder(root: Stmt, loops: Sequence[For]) -> Stmt:
                 f"loop {loop.var.name!r} cannot stand outside of loop {moved[0]!r}: its extent {loop.extent} depends "
                 f"on it"
             )
-    dependence = order_matters(nest, [loop.var for loop in order])
+    dependence = blocks_reordering(nest, [loop.var for loop in order])
     if dependence is not None:
         raise ScheduleError(
             f"loops {', '.join(names)} cannot be brought into this order: {dependence}, and would be touched in the "
@@ -200,14 +201,17 @@ def reorder(root: Stmt, loops: Sequence[For]) -> Stmt:
 
 
 def distribute(root: Stmt, loop: For) -> tuple[Stmt, tuple[For, ...]]:
-    """for i: { a(i); b(i) }  =>  for i: a(i); for i: b(i). Gives the new root and the loops."""
+    """Distribute a loop over its statements: for i: { a(i); b(i) }  =>  for i: a(i); for i: b(i).
+
+    Returns the new root and the loops.
+    """
     if not isinstance(loop.body, Seq):
         hint = "; decompose_reduction() widens an allocated element" * isinstance(loop.body, Allocate)
         raise ScheduleError(f"loop {loop.var.name!r} has one statement, {describe(loop.body)}, to distribute{hint}")
     stmts = loop.body.stmts
     for k, earlier in enumerate(stmts):
         for later in stmts[k + 1 :]:
-            dependence = comes_too_late(loop, earlier, later)
+            dependence = blocks_distribution(loop, earlier, later)
             if dependence is not None:
                 raise ScheduleError(
                     f"the statements of loop {loop.var.name!r} cannot be taken apart: {dependence}, and a later "
@@ -215,53 +219,55 @@ def distribute(root: Stmt, loop: For) -> tuple[Stmt, tuple[For, ...]]:
                     "would come first; stage() gives a loop its own copy"
                 )
     parts = [replace(loop, body=stmts[0])]
-    parts += [_renewed(replace(loop, body=stmt)) for stmt in stmts[1:]]
+    parts += [_with_fresh_variables(replace(loop, body=stmt)) for stmt in stmts[1:]]
     return replaced(root, loop, seq(*parts)), tuple(parts)
 
 
-def _renewed(loop: For) -> For:
+def _with_fresh_variables(loop: For) -> For:
     new = Substitute(fresh=True).stmt(loop)
     assert isinstance(new, For)
     return new
 
 
-# Kinds
+# Loop kinds
 
 
 def unroll(root: Stmt, loop: For) -> Stmt:
-    """One copy of the body per iteration, in order. The extent is a known number, at most MOST_COPIES."""
+    """Unroll a loop completely. The extent is a constant of at most `MAX_COPIES`."""
     extent = as_int(loop.extent)
-    if extent is None or extent > MOST_COPIES:
+    if extent is None or extent > MAX_COPIES:
         raise ScheduleError(
             f"loop {loop.var.name!r} of {loop.extent} iterations cannot be unrolled; split() off a constant number of "
             f"at "
-            f"most {MOST_COPIES}"
+            f"most {MAX_COPIES}"
         )
     return _with_kind(root, loop, "unrolled")
 
 
 def vectorize(root: Stmt, loop: For) -> Stmt:
-    """All iterations at once, one lane each: they are independent, or combine into one element. The extent is a known
-    number, at most MOST_LANES."""
+    """Vectorize a loop, one lane per iteration.
+
+    Iterations are independent or combine into one element. The extent is a constant of at most `MAX_LANES`.
+    """
     extent = as_int(loop.extent)
-    if extent is None or extent > MOST_LANES:
+    if extent is None or extent > MAX_LANES:
         raise ScheduleError(
             f"loop {loop.var.name!r} of {loop.extent} iterations cannot be vectorized; split() it by the number of "
             f"lanes, "
-            f"at most {MOST_LANES}"
+            f"at most {MAX_LANES}"
         )
     _check_independent(loop, "vectorized", combining=True)
     return _with_kind(root, loop, "vectorized")
 
 
 def parallelize(root: Stmt, loop: For) -> Stmt:
-    """The iterations shared out among threads: they are independent."""
+    """Distribute the iterations of a loop over threads; iterations are independent."""
     _check_independent(loop, "run in parallel")
     return _with_kind(root, loop, "parallel")
 
 
 def bind(root: Stmt, loop: For, axis: str) -> Stmt:
-    """The iterations on an axis of a GPU's blocks or threads: they are independent. CPUs do not run such loops."""
+    """Bind a loop to an axis of a GPU's blocks or threads; iterations are independent. CPUs cannot run such loops."""
     if axis not in get_args(GpuAxis):
         raise ScheduleError(f"unknown axis {axis!r}; there are {', '.join(get_args(GpuAxis))}")
     nested = [*path_to(root, loop), *walk_stmts(loop.body)]
@@ -278,12 +284,12 @@ def _with_kind(root: Stmt, loop: For, kind: LoopKind) -> Stmt:
     return replaced(root, loop, replace(loop, kind=kind))
 
 
-def _check_kind(loop: For, what: str, kinds: Sequence[str]) -> None:
+def _check_kind(loop: For, action: str, kinds: Sequence[str]) -> None:
     if loop.kind not in kinds:
-        raise ScheduleError(f"loop {loop.var.name!r} is {loop.kind} already and cannot be {what}")
+        raise ScheduleError(f"loop {loop.var.name!r} is {loop.kind} already and cannot be {action}")
 
 
-def _check_independent(loop: For, what: str, *, combining: bool = False) -> None:
+def _check_independent(loop: For, action: str, *, combining: bool = False) -> None:
     dependence = carried_by(loop, combining=combining)
     if dependence is None:
         return
@@ -291,11 +297,14 @@ def _check_independent(loop: For, what: str, *, combining: bool = False) -> None
     stores = (dependence.first, dependence.second)
     if all(access.combine is not None for access in stores):
         hint = "decompose_reduction() and reorder() bring a loop over results outside"
-    raise ScheduleError(f"loop {loop.var.name!r} cannot be {what}: {dependence}; {hint}")
+    raise ScheduleError(f"loop {loop.var.name!r} cannot be {action}: {dependence}; {hint}")
 
 
 def check_concurrent(root: Stmt, changed: Stmt) -> None:
-    """ScheduleError unless the loops around and inside of a changed statement that run side by side still may."""
+    """Raise ScheduleError if a change made iterations of a concurrent loop depend on each other.
+
+    Checked are the parallel, vectorized and GPU loops around and inside of the changed statement.
+    """
     around = [stmt for stmt in path_to(root, changed) if isinstance(stmt, For)]
     for loop in dict.fromkeys([*around, *(s for s in walk_stmts(changed) if isinstance(s, For))]):
         if loop.kind in ("serial", "unrolled"):

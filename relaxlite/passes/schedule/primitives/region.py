@@ -1,4 +1,4 @@
-"""Which part of a buffer a statement touches: a box, its corner and sizes in terms of what is bound outside."""
+"""Access regions: the box of a buffer that a statement accesses, in terms of variables bound outside of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relaxlite.ir.program import Binary, Buffer, For, IfThenElse, Load, Seq, Stm
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax
 from relaxlite.passes.loops.access import coefficient
-from relaxlite.passes.loops.edits import less
+from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.schedule.primitives.dependence import Access, accesses_of
 from relaxlite.passes.schedule.primitives.tree import with_ranges
 from relaxlite.records import dataclass
@@ -19,31 +19,31 @@ from relaxlite.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """start[d] <= index d < start[d] + size[d]"""
+    """A box of a buffer: start[d] <= index d < start[d] + size[d], in elements."""
 
     start: tuple[SymExpr, ...]
     size: tuple[SymExpr, ...]
 
 
 def box_of(region: Stmt, buffer: Buffer) -> Box:
-    """The least box round everything that the region loads or stores of the buffer.
+    """The bounding box of the accesses of a region to a buffer.
 
-    Raises ScheduleError where an index is not affine in the loops of the region, or two accesses lie an unknown
-    distance apart.
+    Raises ScheduleError if the region does not access the buffer, an index is not affine in the loops of the region, or
+    the distance between two accesses is unknown.
     """
-    found = [access for access in accesses_of(region) if access.buffer is buffer]
-    if not found:
+    uses = [access for access in accesses_of(region) if access.buffer is buffer]
+    if not uses:
         raise ScheduleError(f"buffer {buffer.name} is not used there; name a loop round its uses")
-    spans = [[_span(access, index) for index in access.node.indices] for access in found]
+    spans = [[_span(access, index) for index in access.node.indices] for access in uses]
     start, size = [], []
     for dim, column in enumerate(zip(*spans, strict=True)):
         first, last = column[0]
         low, high = 0, 0
-        for access, (other_first, other_last) in zip(found, column, strict=True):
+        for access, (other_first, other_last) in zip(uses, column, strict=True):
             below, above = as_int(other_first - first), as_int(other_last - last)
             if below is None or above is None:
                 raise ScheduleError(
-                    f"dimension {dim} of buffer {buffer.name}: {found[0]} and {access} lie an unknown distance apart; "
+                    f"dimension {dim} of buffer {buffer.name}: {uses[0]} and {access} lie an unknown distance apart; "
                     f"name "
                     "a loop further inside"
                 )
@@ -56,7 +56,7 @@ def box_of(region: Stmt, buffer: Buffer) -> Box:
 
 
 def _span(access: Access, index: SymExpr) -> tuple[SymExpr, SymExpr]:
-    """The least and the greatest value of an index while the loops round the access run."""
+    """The minimum and maximum of an index over the loops around its access."""
     first = last = index
     inner = {binder.var for binder in access.binders}
     for binder in reversed(access.binders):
@@ -77,8 +77,10 @@ def _span(access: Access, index: SymExpr) -> tuple[SymExpr, SymExpr]:
 
 
 def overwrites(region: Stmt, buffer: Buffer, box: Box) -> bool:
-    """Whether the region stores every element of the box before it reads any: the first of its statements that touches
-    the buffer only stores, and without a condition everywhere."""
+    """Whether a region stores every element of a box before it loads any.
+
+    That holds if its first statement with accesses to the buffer only stores, unconditionally and everywhere.
+    """
     for stmt in region.stmts if isinstance(region, Seq) else (region,):
         touching = [access for access in accesses_of(stmt) if access.buffer is buffer]
         if touching:
@@ -88,7 +90,7 @@ def overwrites(region: Stmt, buffer: Buffer, box: Box) -> bool:
 
 
 def _fills(stmt: Stmt, buffer: Buffer, box: Box, loops: tuple[For, ...] = ()) -> bool:
-    """Whether a store runs through the whole box, its indices being loop variables or constants."""
+    """Whether a store with loop variables or constants as indices covers the whole box."""
     if isinstance(stmt, For):
         return _fills(stmt.body, buffer, box, (*loops, stmt))
     if isinstance(stmt, Seq):
@@ -98,16 +100,16 @@ def _fills(stmt: Stmt, buffer: Buffer, box: Box, loops: tuple[For, ...] = ()) ->
     used: list[SymVar] = []
     for index, start, size in zip(stmt.indices, box.start, box.size, strict=True):
         moved = index - start
-        mine = [loop for loop in loops if loop.var is moved]
-        if mine and mine[0].extent is size and mine[0].var not in used:
-            used.append(mine[0].var)
+        matches = [loop for loop in loops if loop.var is moved]
+        if matches and matches[0].extent is size and matches[0].var not in used:
+            used.append(matches[0].var)
         elif as_int(moved) != 0 or as_int(size) != 1:
             return False
     return all(loop.var in used or (as_int(loop.extent) or 0) > 0 for loop in loops)
 
 
 def inside(buffer: Buffer, indices: Sequence[SymExpr], analyzer: Analyzer) -> Value | None:
-    """The condition that an element exists; None: it is known to."""
+    """The condition that indices are in bounds; None: they provably are."""
     conds: list[Value] = []
     for index, dim in zip(indices, buffer.shape, strict=True):
         index, dim = analyzer.simplify(index), analyzer.simplify(dim)
@@ -119,11 +121,12 @@ def inside(buffer: Buffer, indices: Sequence[SymExpr], analyzer: Analyzer) -> Va
 
 
 def guarded(cond: Value | None, stmt: Stmt) -> Stmt:
+    """A statement under a condition, if there is one."""
     return stmt if cond is None else IfThenElse(cond, stmt)
 
 
 def copy_loops(name: str, size: Sequence[SymExpr], analyzer: Analyzer) -> tuple[list[For], Analyzer]:
-    """Empty loops over a box, and what is known inside of them."""
+    """Loops with empty bodies over a box of `size`, and the analyzer with their ranges."""
     loops = [
         For(SymVar(f"{name}{d}", upper=None if (n := as_int(extent)) is None else max(n - 1, 0)), extent, Seq(()))
         for d, extent in enumerate(size)
@@ -132,7 +135,7 @@ def copy_loops(name: str, size: Sequence[SymExpr], analyzer: Analyzer) -> tuple[
 
 
 class Redirect(ProgramRewriter):
-    """Accesses to a buffer become accesses to another, at changed indices."""
+    """Redirects accesses from one buffer to another, with indices relative to `start` and permuted by `order`."""
 
     def __init__(self, old: Buffer, new: Buffer, start: Sequence[SymExpr], order: Sequence[int]) -> None:
         super().__init__()

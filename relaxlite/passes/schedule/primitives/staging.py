@@ -1,4 +1,4 @@
-"""Primitives on buffers: stage a part in a copy, compute a buffer where it is used, take a reduction apart."""
+"""Primitives on buffers and reductions: stage, compute_at, decompose_reduction, split_reduction."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymVar, as_int, product
-from relaxlite.passes.loops import edits as rewrite
+from relaxlite.passes.loops import transforms as rewrite
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.schedule.primitives.dependence import accesses_of, carried_by
 from relaxlite.passes.schedule.primitives.loops import check_concurrent
 from relaxlite.passes.schedule.primitives.region import Redirect, box_of, copy_loops, guarded, inside, overwrites
 from relaxlite.passes.schedule.primitives.tree import analyzer_at, describe, path_to, replaced, with_ranges
 
-MOST_LOCAL_BYTES = 1 << 16  # of a buffer that compute_at makes local
+MAX_LOCAL_BYTES = 1 << 16  # maximum size of a local buffer made by compute_at
 
 
 def stage(
     root: Stmt, buffer: Buffer, loop: For, *, scope: Scope = "local", order: Sequence[int] | None = None
 ) -> tuple[Stmt, Buffer]:
-    """In each iteration of the loop work on a copy of the part of the buffer that it touches:
+    """Stage the part of a buffer that each iteration of a loop accesses in a copy:
 
     for i: body(b)  =>  for i: { c[...]; c = part of b; body(c); part of b = c }
 
-    What is copied in and out is what the body needs: nothing comes in that is stored before it is read, and nothing
-    goes out where the body only reads. `order` permutes the copy's dimensions: order=(1, 0) is a transposed copy. A
-    "local" copy has a constant size; a "global" one is scratch memory. Gives the new root and the copy.
+    The copy-in is omitted if the body stores every element before it loads any, the copy-out if the body only loads.
+    `order` permutes the dimensions of the copy: order=(1, 0) transposes. A "local" copy has a constant size; a "global"
+    copy is scratch memory. Returns the new root and the copy.
     """
     box = box_of(loop.body, buffer)
     order = tuple(range(len(buffer.shape))) if order is None else tuple(order)
@@ -82,13 +82,13 @@ def stage(
 
 
 def compute_at(root: Stmt, allocation: Allocate, loop: For) -> tuple[Stmt, Buffer]:
-    """Compute the part of an allocated buffer that an iteration of the loop reads inside of that iteration:
+    """Compute an allocated buffer inside of the loop that reads it, in each iteration the part that is read:
 
     t[...]; for j in n: t[j] = f(j); ... for i: use(t[part(i)])
         =>  ... for i: { c[...]; for j in part(i): c[j] = f(j); use(c) }
 
-    The statement that computes the buffer is a nest over its dimensions and nothing else; only the loop reads it.
-    Gives the new root and the buffer that takes the place of t.
+    The producer is a nest over the dimensions of the buffer without other stores, and only the loop reads the buffer.
+    Returns the new root and the buffer that replaces t.
     """
     buffer = allocation.buffer
     producer = _producer_of(allocation, loop)
@@ -98,7 +98,7 @@ def compute_at(root: Stmt, allocation: Allocate, loop: For) -> tuple[Stmt, Buffe
     box = box_of(loop.body, buffer)
     size = product(box.size)
     count = as_int(size)
-    is_small = count is not None and all(d.is_const for d in box.size) and count * 8 <= MOST_LOCAL_BYTES
+    is_small = count is not None and all(d.is_const for d in box.size) and count * 8 <= MAX_LOCAL_BYTES
     part = Buffer(buffer.name, box.size, buffer.dtype, "local" if is_small else "global")
     loops, known = copy_loops(f"{buffer.name}_", box.size, with_ranges(analyzer_at(root, loop), [loop]))
     at = {x.var: box.start[d] + loops[d].var for d, x in enumerate(nest)}
@@ -115,9 +115,9 @@ def compute_at(root: Stmt, allocation: Allocate, loop: For) -> tuple[Stmt, Buffe
 
 
 def _producer_of(allocation: Allocate, loop: For) -> Stmt:
-    """The statement that stores the buffer, before the one that holds the loop."""
+    """The only statement that stores the buffer, which precedes the statement with the loop."""
     body = allocation.body
-    while isinstance(body, Allocate):  # several allocations stand inside each other
+    while isinstance(body, Allocate):  # nested allocations
         body = body.body
     name = allocation.buffer.name
     if not isinstance(body, Seq):
@@ -134,22 +134,22 @@ def _producer_of(allocation: Allocate, loop: For) -> Stmt:
 
 
 def _nest_over(producer: Stmt, buffer: Buffer) -> list[For]:
-    """The producer's outer loops in the order of the buffer's dimensions."""
+    """The outer loops of the producer, in the order of the buffer's dimensions."""
     nest = perfect_nest(producer)
     loops = {loop.var: loop for loop in nest.loops}
-    wanted = next((s.indices for s in stores(producer) if s.buffer is buffer), ())
-    found = [loops[v] for v in wanted if isinstance(v, SymVar) and v in loops]
-    same = all(s.indices == wanted for s in stores(producer) if s.buffer is buffer)
-    is_over = len(found) == len(buffer.shape) == len({loop.var for loop in found}) and same
+    indices = next((s.indices for s in stores(producer) if s.buffer is buffer), ())
+    dimension_loops = [loops[v] for v in indices if isinstance(v, SymVar) and v in loops]
+    is_same = all(s.indices == indices for s in stores(producer) if s.buffer is buffer)
+    is_over = len(dimension_loops) == len(buffer.shape) == len({loop.var for loop in dimension_loops}) and is_same
     sizes = is_over and all(
-        Analyzer().can_prove_equal(loop.extent, dim) for loop, dim in zip(found, buffer.shape, strict=True)
+        Analyzer().can_prove_equal(loop.extent, dim) for loop, dim in zip(dimension_loops, buffer.shape, strict=True)
     )
-    if not sizes or set(nest.loops[: len(found)]) != set(found):
+    if not sizes or set(nest.loops[: len(dimension_loops)]) != set(dimension_loops):
         raise ScheduleError(
             f"buffer {buffer.name} is not computed element by element in a nest over its dimensions "
             f"({', '.join(map(str, buffer.shape))}); reorder() its loops outermost"
         )
-    return found
+    return dimension_loops
 
 
 def _body_of(nest: Sequence[For], producer: Stmt) -> Stmt:
@@ -175,7 +175,7 @@ def _check_used_only_in(allocation: Allocate, producer: Stmt, loop: For) -> None
 
 
 def _after(allocation: Allocate, producer: Stmt) -> Stmt:
-    """The statements that follow the producer while the buffer lives."""
+    """The statements after the producer in the scope of the buffer."""
     body = allocation.body
     while not isinstance(body, Seq):
         assert isinstance(body, Allocate)
@@ -184,7 +184,7 @@ def _after(allocation: Allocate, producer: Stmt) -> Stmt:
 
 
 def _check_inputs_stay(producer: Stmt, after: Stmt, buffer: Buffer) -> None:
-    """What the producer reads is the same wherever it runs after its old place, and it stores nothing else."""
+    """Check that the producer can move: its operands are not overwritten later, and it has no other effects."""
     outside = [a for a in accesses_of(producer) if a.buffer is not buffer]
     also = next((a for a in outside if isinstance(a.node, Store)), None)
     if also is not None:
@@ -204,14 +204,15 @@ def _check_inputs_stay(producer: Stmt, after: Stmt, buffer: Buffer) -> None:
 
 
 def decompose_reduction(root: Stmt, block: Allocate, loops: Sequence[For]) -> tuple[Stmt, Buffer]:
-    """Move loops from around a block of one local element into each of its statements, innermost:
+    """Distribute loops over the statements of a reduction block with one local element, as their innermost loops:
 
     for i: { t[]; t = init; for k: t += v(i, k); use(t) }
         =>  { t[n]; for i: t[i] = init;  for k: for i: t[i] += v(i, k);  for i: use(t[i]) }
 
-    `loops` are the innermost loops round the block, of constant extents, whose iterations are independent. A condition
-    between them and the block (of predicate()) goes to each statement; in the reduction it only keeps loads from
-    leaving their buffers: elements that it excludes hold garbage, which nobody reads. Gives the new root and t.
+    `loops` are the innermost loops around the block, with constant extents and independent iterations. A condition
+    between the loops and the block (from predicate()) is distributed, too; in the reduction it only guards loads that
+    could be out of bounds, and masked elements of t hold unspecified values, which are not read. Returns the new root
+    and t.
     """
     element = block.buffer
     cond = _check_block(root, block, loops)
@@ -232,7 +233,8 @@ def decompose_reduction(root: Stmt, block: Allocate, loops: Sequence[For]) -> tu
 
 
 def _check_block(root: Stmt, block: Allocate, loops: Sequence[For]) -> Value | None:
-    """The condition between the loops and the block. Raises ScheduleError where the loops cannot move inside."""
+    """The condition between the loops and the block, if any. Raises ScheduleError if the loops cannot be
+    distributed."""
     name = block.buffer.name
     if block.buffer.shape or not loops:
         raise ScheduleError(f"{name} is no single element of a reduction with loops round it")
@@ -280,7 +282,8 @@ def _check_block(root: Stmt, block: Allocate, loops: Sequence[For]) -> Value | N
 
 
 def _conditional(stmt: Stmt, cond: Value, wide: Buffer, known: Analyzer) -> Stmt:
-    """A statement under a condition. A store into the wide element itself needs none where its loads are safe."""
+    """Put a statement under a condition. In stores into the widened element, only loads that may be out of bounds are
+    guarded."""
     if isinstance(stmt, For):
         return replace(stmt, body=_conditional(stmt.body, cond, wide, with_ranges(known, [stmt])))
     if isinstance(stmt, Store) and stmt.buffer is wide:
@@ -289,7 +292,7 @@ def _conditional(stmt: Stmt, cond: Value, wide: Buffer, known: Analyzer) -> Stmt
 
 
 class _SafeLoads(ProgramRewriter):
-    """Loads that might leave their buffer when the condition does not hold become conditional."""
+    """Guards the loads that may be out of bounds if the condition does not hold."""
 
     def __init__(self, cond: Value, wide: Buffer, known: Analyzer) -> None:
         super().__init__()
@@ -297,7 +300,7 @@ class _SafeLoads(ProgramRewriter):
 
     def _value(self, value: Value) -> Value:
         if isinstance(value, Select):
-            return Select(self._cond, value, zero_of(value.dtype))  # its own condition may guard what is loaded
+            return Select(self._cond, value, zero_of(value.dtype))  # its own condition may guard loads
         if not isinstance(value, Load) or value.buffer is self._wide:
             return super()._value(value)
         is_safe = inside(value.buffer, value.indices, self._known) is None
@@ -305,15 +308,16 @@ class _SafeLoads(ProgramRewriter):
 
 
 def zero_of(dtype: str) -> Literal:
+    """The literal 0, or False for bool."""
     return Literal(False if dtype == "bool" else 0, dtype)
 
 
 def split_reduction(root: Stmt, loop: For, lanes: int, accumulators: int) -> Stmt:
-    """Combine in vector lanes, and the lanes at the end:
+    """Vectorize a reduction with partial results in vector lanes, combined after the loop:
 
     for k in n: t[] += v(k)  =>  p[lanes * accumulators] = 0; for ko: for ki: p[ki] += v(ko, ki); for ki: t[] += p[ki]
 
-    The loop's body is one combining store into an element that the loop does not move.
+    The body of the loop is one combining store at indices that do not depend on the loop.
     """
     store = loop.body
     if lanes < 1 or accumulators < 1 or lanes * accumulators > 256:
@@ -336,5 +340,5 @@ def split_reduction(root: Stmt, loop: For, lanes: int, accumulators: int) -> Stm
     new: Stmt = rewrite.split_reduction(loop, lanes, accumulators, identity(store.combine, store.buffer.dtype))
     known = analyzer_at(root, loop)
     if not known.can_prove_lt(0, loop.extent) and inside(store.buffer, store.indices, known) is not None:
-        new = IfThenElse(rewrite.less(0, loop.extent), new)  # without iterations the element need not exist
+        new = IfThenElse(rewrite.less(0, loop.extent), new)  # an empty loop may have an element out of bounds
     return replaced(root, loop, new)

@@ -1,4 +1,4 @@
-"""The primitive that turns the innermost steps of a reduction into an intrinsic of ir/intrinsics.py."""
+"""The primitive `tensorize`: replace the innermost multiply-adds of a reduction by an intrinsic of ir/intrinsics.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from relaxlite.passes.schedule.primitives.tree import describe, path_to, replace
 
 
 def tensorize(root: Stmt, loop: For, name: str) -> Stmt:
-    """Multiply and add by an intrinsic.
+    """Replace the multiply-adds of a loop by an intrinsic.
 
     "fma": for k: t += a*b  =>  for k: t = fma(a, b, t).
-    A dot product of n elements: for k in n: t += wide(a[k]) * wide(b[k])  =>  t = dot(t, a[0].. , b[0]..), the operands
-    being narrow elements of the intrinsic's dtypes, cast to that of t. Sums of floats are rounded in another order.
+    A dot product of n elements: for k in n: t += wide(a[k]) * wide(b[k])  =>  t = dot(t, a[0].. , b[0]..), where the
+    operands have the intrinsic's dtypes and are cast to that of t. Sums of floats are rounded in another order. Raises
+    ScheduleError if the loop has another form.
     """
     if name not in INTRINSICS:
         raise ScheduleError(f"unknown intrinsic {name!r}; there are {', '.join(INTRINSICS)}")
@@ -56,18 +57,18 @@ def tensorize(root: Stmt, loop: For, name: str) -> Stmt:
 
 
 def _lanes_around(root: Stmt, loop: For, store: Store, name: str) -> Iterator[For]:
-    """The vectorized loops around the intrinsic whose lanes share the element that the store combines into."""
+    """The vectorized loops around the intrinsic whose lanes all combine into the same element."""
     path = path_to(root, loop)
     own = [k for k, stmt in enumerate(path) if isinstance(stmt, Allocate) and stmt.buffer is store.buffer]
     around = path[own[-1] if own else 0 :]
     used = {v for index in store.indices for v in index.free_vars()}
-    for stmt in around if name == "fma" else around[:-1]:  # a dot product takes the place of its loop
+    for stmt in around if name == "fma" else around[:-1]:  # a dot product replaces its loop
         if isinstance(stmt, For) and stmt.kind == "vectorized" and stmt.var not in used:
             yield stmt
 
 
 def _operands(loop: For, store: Store, product: Binary, name: str, dot: DotProduct) -> tuple[Value, Value]:
-    """The narrow factors, in the intrinsic's order."""
+    """The narrow operands in the order of the intrinsic. Raises ScheduleError if they do not match it."""
     if as_int(loop.extent) != dot.length:
         raise ScheduleError(
             f"loop {loop.var.name!r} has {loop.extent} iterations, and {name} adds {dot.length} products; split() it"

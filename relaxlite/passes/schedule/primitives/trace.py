@@ -1,8 +1,7 @@
-"""The steps of a schedule as text: one call per line, valid Python, which a Schedule can run again.
+"""Schedule traces: the steps of a schedule as text, one Python call per line, which a Schedule can replay.
 
-A scheduled program carries its steps as the attribute `schedule`, a tuple of such lines, printed above its loops. The
-rules of programs.py leave the same form: what they did by primitives, and larger steps by names of their own
-(`register_tile`), which can be read but not run again.
+A scheduled program has its steps as the attribute `schedule`, a tuple of lines, printed above its loops. The rules of
+programs.py record primitives, and composite steps under names of their own (`register_tile`), which cannot be replayed.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import ast
 from collections.abc import Iterable
 
 from relaxlite.errors import ScheduleError
+from relaxlite.ir.attributes import SCHEDULE
 from relaxlite.ir.expr import Attrs, AttrValue
-from relaxlite.ir.program import SCHEDULE, TensorProgram
+from relaxlite.ir.program import TensorProgram
 from relaxlite.records import dataclass
 
 Argument = AttrValue
@@ -20,7 +20,7 @@ Argument = AttrValue
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A call of a primitive, `split("i", 6, tail="cut")`, and the names of the loops or buffers that it gave."""
+    """A call of a primitive, `split("i", 6, tail="cut")`, and the names of the loops or buffers that it returned."""
 
     name: str
     args: tuple[Argument, ...] = ()
@@ -29,8 +29,8 @@ class Step:
 
     def __str__(self) -> str:
         items = [*map(_text, self.args), *(f"{name}={_text(value)}" for name, value in self.options)]
-        given = f"  # {', '.join(self.results)}" if self.results else ""
-        return f"{self.name}({', '.join(items)}){given}"
+        results = f"  # {', '.join(self.results)}" if self.results else ""
+        return f"{self.name}({', '.join(items)}){results}"
 
 
 def _text(value: Argument) -> str:
@@ -42,7 +42,7 @@ def _text(value: Argument) -> str:
 
 
 def parse_step(line: str) -> Step:
-    """The step of a line; ScheduleError for what is no call with literal arguments."""
+    """Parse one line of a trace. Raises ScheduleError for anything but a call with literal arguments."""
     try:
         call = ast.parse(line.strip(), mode="eval").body
         assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
@@ -55,13 +55,13 @@ def parse_step(line: str) -> Step:
 
 
 def steps_of(program: TensorProgram) -> tuple[str, ...]:
-    """The lines of a program's schedule; none for a program that has not been scheduled."""
-    found = program.attrs.get(SCHEDULE, ())
-    return tuple(map(str, found)) if isinstance(found, tuple) else ()
+    """The trace of a program, one line per step; empty for an unscheduled program."""
+    lines = program.attrs.get(SCHEDULE, ())
+    return tuple(map(str, lines)) if isinstance(lines, tuple) else ()
 
 
 def with_steps(attrs: Attrs, steps: Iterable[Step]) -> Attrs:
-    """The attributes with these steps after those that stand there already."""
+    """Append steps to the schedule trace in a program's attributes."""
     before = attrs.get(SCHEDULE, ())
     assert isinstance(before, tuple)
     lines = (*before, *map(str, steps))

@@ -1,4 +1,4 @@
-"""Finding statements of a program by name, and putting others in their place."""
+"""Lookup and replacement of statements in a program, and unique names for loops and buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relaxlite.ir.symbolic import Division, FloorDiv, SymExpr, SymVar
 
 
 def find_loop(root: Stmt, name: str) -> For:
-    """The loop of this name; names are unique in what a Schedule works on (`with_unique_names`)."""
+    """Find a loop by its name, which `with_unique_names` makes unique. Raises ScheduleError if there is none."""
     for stmt in walk_stmts(root):
         if isinstance(stmt, For) and stmt.var.name == name:
             return stmt
@@ -24,21 +24,22 @@ def find_loop(root: Stmt, name: str) -> For:
 
 
 def find_allocation(root: Stmt, name: str) -> Allocate:
-    """The allocation of the buffer of this name."""
-    found = [stmt for stmt in walk_stmts(root) if isinstance(stmt, Allocate)]
-    for stmt in found:
+    """Find the allocation of a buffer by name. Raises ScheduleError if there is none."""
+    allocations = [stmt for stmt in walk_stmts(root) if isinstance(stmt, Allocate)]
+    for stmt in allocations:
         if stmt.buffer.name == name:
             return stmt
-    known = ", ".join(stmt.buffer.name for stmt in found)
+    known = ", ".join(stmt.buffer.name for stmt in allocations)
     raise ScheduleError(f"no buffer {name!r} is allocated in the program; allocated are {known or 'none'}")
 
 
 def all_loops(root: Stmt) -> Iterator[For]:
+    """All loops in a statement, outer before inner."""
     return (stmt for stmt in walk_stmts(root) if isinstance(stmt, For))
 
 
 def path_to(root: Stmt, stmt: Stmt) -> tuple[Stmt, ...]:
-    """The statements from the root to `stmt`, both included."""
+    """The statements on the path from the root to `stmt`, both included; empty if `stmt` is not inside."""
     if root is stmt:
         return (root,)
     for child in stmt_children(root):
@@ -49,14 +50,14 @@ def path_to(root: Stmt, stmt: Stmt) -> tuple[Stmt, ...]:
 
 
 def replaced(root: Stmt, old: Stmt, new: Stmt) -> Stmt:
-    """The statement with `new` in the place of `old`, which is the very object."""
+    """Replace the statement object `old`, compared by identity, by `new`."""
     if root is old:
         return new
     return map_children(root, lambda child: replaced(child, old, new))
 
 
 def map_children(stmt: Stmt, change: Callable[[Stmt], Stmt]) -> Stmt:
-    """The statement with its inner statements changed; the same object when none is."""
+    """Apply a function to the child statements; returns the same object if none changes."""
     children = stmt_children(stmt)
     new = tuple(change(child) for child in children)
     if all(a is b for a, b in zip(new, children, strict=True)):
@@ -70,9 +71,10 @@ def map_children(stmt: Stmt, change: Callable[[Stmt], Stmt]) -> Stmt:
 
 
 def perfect_nest_of(outer: For, names: Sequence[str]) -> tuple[For, ...]:
-    """The loops from `outer` inwards, each the whole body of the one before, until all of `names` are among them.
+    """The perfect nest from `outer` inwards to the last of the loops in `names`.
 
-    Raises ScheduleError naming the loop that is not there, or what stands between."""
+    Raises ScheduleError if a loop is not in the perfect nest.
+    """
     loops, missing = [outer], set(names) - {outer.var.name}
     while missing:
         body = loops[-1].body
@@ -88,6 +90,7 @@ def perfect_nest_of(outer: For, names: Sequence[str]) -> tuple[For, ...]:
 
 
 def describe(stmt: Stmt) -> str:
+    """A short description of a statement for error messages."""
     if isinstance(stmt, Seq):
         return f"{len(stmt.stmts)} statements"
     if isinstance(stmt, Allocate):
@@ -96,12 +99,12 @@ def describe(stmt: Stmt) -> str:
 
 
 def analyzer_at(root: Stmt, stmt: Stmt) -> Analyzer:
-    """What is known at a statement: the ranges of the loops around it."""
+    """An analyzer with the ranges of the loops around a statement."""
     return with_ranges(Analyzer(), [outer for outer in path_to(root, stmt)[:-1] if isinstance(outer, For)])
 
 
 def with_ranges(analyzer: Analyzer, loops: Sequence[For]) -> Analyzer:
-    """What is known inside of the loops: a loop that runs at all has an extent of at least 1."""
+    """The analyzer extended by the ranges of loops and by extents of at least 1, which hold inside of them."""
     for loop in loops:
         analyzer = analyzer.with_range(loop.var, 0, loop.extent)
         if not loop.extent.is_const:
@@ -113,7 +116,7 @@ def with_ranges(analyzer: Analyzer, loops: Sequence[For]) -> Analyzer:
 
 
 def _positive_atom(extent: SymExpr) -> SymExpr | None:
-    """The atom of which the extent is a multiple, so that it is not 0 either."""
+    """The atom of an extent c * atom with c > 0, which is positive if the extent is; else None."""
     if extent.const != 0 or len(extent.terms) != 1:
         return None
     (monomial, coef) = extent.terms[0]
@@ -121,7 +124,7 @@ def _positive_atom(extent: SymExpr) -> SymExpr | None:
 
 
 def simplified(stmt: Stmt, known: Analyzer) -> Stmt:
-    """The statement with quotients and remainders of loop variables decided where the loops' ranges do."""
+    """Simplify quotients and remainders of loop variables by the ranges of the loops."""
     return _Simplified(known).stmt(stmt)
 
 
@@ -138,7 +141,7 @@ class _Simplified(ProgramRewriter):
         if not isinstance(stmt, For):
             return super().stmt(stmt)
         outer, self._known = self._known, with_ranges(self._known, [stmt])
-        self._done = {}  # a value shared with another loop is simplified for each
+        self._done = {}  # values shared between loops are simplified per loop
         body = self.stmt(stmt.body)
         self._known, self._done = outer, {}
         return stmt if body is stmt.body else replace(stmt, body=body)
@@ -150,16 +153,16 @@ Named: TypeAlias = "For | SymVar | Buffer"
 
 
 def with_unique_names(
-    before: Stmt | None, after: Stmt, params: Sequence[Buffer], made: Sequence[Named] = ()
+    before: Stmt | None, after: Stmt, params: Sequence[Buffer], created: Sequence[Named] = ()
 ) -> tuple[Stmt, tuple[str, ...]]:
-    """(the statement with a name of its own for every loop and every allocated buffer, the names of what was `made`).
+    """Rename loops and allocated buffers to unique names. Returns (statement, names of the items in `created`).
 
-    What stood in `before` keeps its name; of copies, the first does and the others get a number.
+    Loops and buffers of `before` keep their names; the first copy keeps its name, further copies get a number.
     """
     old = [] if before is None else [_named(stmt) for stmt in walk_stmts(before) if isinstance(stmt, For | Allocate)]
     names = _Names(old, after, params)
     new = names.stmt(after)
-    items = [item.var if isinstance(item, For) else item for item in made]
+    items = [item.var if isinstance(item, For) else item for item in created]
     return new, tuple(names.first.get(item, item.name) for item in items)
 
 
@@ -175,8 +178,8 @@ class _Names(Substitute):
         for item in old:
             if item in present:
                 self._reserved.setdefault((type(item), item.name), item)
-        self._taken: set[tuple[type, str]] = {(Buffer, param.name) for param in params}
-        self.first: dict[SymVar | Buffer, str] = {}  # the name of what was met first
+        self._used: set[tuple[type, str]] = {(Buffer, param.name) for param in params}
+        self.first: dict[SymVar | Buffer, str] = {}  # name of the first occurrence
 
     def stmt(self, stmt: Stmt) -> Stmt:
         if not isinstance(stmt, For | Allocate):
@@ -210,11 +213,11 @@ class _Names(Substitute):
     def _name_for(self, item: SymVar | Buffer) -> str:
         kind, name = type(item), item.name
         is_mine = self._reserved.get((kind, name), item) is item
-        if (kind, name) not in self._taken and is_mine:
-            self._taken.add((kind, name))
+        if (kind, name) not in self._used and is_mine:
+            self._used.add((kind, name))
             return name
         base, count = re.sub(r"_\d+$", "", name), 1
-        while (kind, f"{base}_{count}") in self._taken or (kind, f"{base}_{count}") in self._reserved:
+        while (kind, f"{base}_{count}") in self._used or (kind, f"{base}_{count}") in self._reserved:
             count += 1
-        self._taken.add((kind, f"{base}_{count}"))
+        self._used.add((kind, f"{base}_{count}"))
         return f"{base}_{count}"

@@ -1,4 +1,4 @@
-"""Rows that overlap (passes/schedule/cpu/rows_in_flight.py): the same numbers as row by row, for any number of rows."""
+"""Rows that overlap (passes/schedule/cpu/pipelined_rows.py): the same numbers as row by row, for any number of rows."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import pytest
 import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.ir import ops
+from relaxlite.ir.attributes import IN_PLACE
 from relaxlite.ir.expr import Expr, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.printer import print_module
 from relaxlite.passes.graph.decompose import decompose
-from relaxlite.passes.loops.in_place import IN_PLACE
+from relaxlite.passes.schedule.cpu.pipelined_rows import BLOCKS_PER_CORE, MAX_ROWS, MIN_ROWS
 from relaxlite.passes.schedule.cpu.programs import schedule_program
-from relaxlite.passes.schedule.cpu.rows_in_flight import BLOCKS_PER_CORE, FEWEST_ROWS, MOST_ROWS
 from relaxlite.target import Target
 from tests.passes.fuse.test_merge_rows import FUSED, INTEL, ZEN, build, fused, requests_in
 from tests.support.native_kernel import NativeKernel
 
 CORES = 2
 HOST = replace(Target.host(), cores=CORES)
-FEWEST = CORES * BLOCKS_PER_CORE * FEWEST_ROWS
-COUNTS = (0, 1, FEWEST - 1, FEWEST, FEWEST + 1, 2 * FEWEST + 3, CORES * BLOCKS_PER_CORE * (MOST_ROWS + 1) + 5)
+FEWEST = CORES * BLOCKS_PER_CORE * MIN_ROWS
+COUNTS = (0, 1, FEWEST - 1, FEWEST, FEWEST + 1, 2 * FEWEST + 3, CORES * BLOCKS_PER_CORE * (MAX_ROWS + 1) + 5)
 overlaps = pytest.mark.skipif(HOST.cpu_facts.prefetches_next_row, reason="rows do not overlap on this processor")
 
 

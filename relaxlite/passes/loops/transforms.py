@@ -1,7 +1,7 @@
-"""Schedule primitives: rewrites of loops that cannot change what a program computes.
+"""Loop transformations on statements: split, fuse, distribute, hoist, vectorized reductions, nontemporal stores.
 
-Each takes and returns statements; the conditions under which it is exact stand in its docstring and are the caller's to
-check where they cannot be read off the loops. The rules that choose primitives are in programs.py.
+Each function takes and returns statements and preserves their results under the conditions in its docstring, which
+callers check. The schedule rules (schedule/cpu/programs.py) choose among these transformations.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _ANALYZER = Analyzer()
 
 
 def split(loop: For, factor: int) -> tuple[For, SymVar, SymExpr, SymExpr]:
-    """(main, inner variable, start of the rest, count of the rest).
+    """Split a loop by a factor. Returns (main loop, inner variable, start of the tail, iterations of the tail).
 
     for i in n: body   =>   for io in n // factor: for ii in factor: body(io*factor + ii)
-                            and n % factor iterations are left, from n // factor * factor on (`masked_rest`).
+                            and a tail of n % factor iterations from n // factor * factor on (`masked_tail`).
     """
     outer, inner = SymVar(f"{loop.var.name}o"), SymVar(f"{loop.var.name}i", upper=factor - 1)
     body = Substitute({loop.var: outer * factor + inner}, fresh=True).stmt(loop.body)
@@ -58,15 +58,19 @@ def split(loop: For, factor: int) -> tuple[For, SymVar, SymExpr, SymExpr]:
     return main, inner, loop.extent // factor * factor, loop.extent % factor
 
 
-def masked_rest(loop: For, start: SymExpr, lanes: int) -> Stmt:
-    """The iterations from `start` to the end, at most `lanes` of them, as one masked vector step."""
+def masked_tail(loop: For, start: SymExpr, lanes: int) -> Stmt:
+    """The tail of a loop from `start` on, at most `lanes` iterations, as one masked vector iteration."""
     var = SymVar(f"{loop.var.name}t", upper=lanes - 1)
     body = Substitute({loop.var: start + var}, fresh=True).stmt(loop.body)
     return For(var, sym(lanes), IfThenElse(less(start + var, loop.extent), body), "vectorized")
 
 
 def when_positive(count: SymExpr, stmt: Stmt) -> tuple[Stmt, ...]:
-    """The statement, guarded by count > 0 (a loop of `count` guards itself); nothing if count is 0 for sure."""
+    """Guard a statement by count > 0; returns a sequence of statements.
+
+    The sequence is empty if `count` is 0; there is no guard if `count` is known to be positive or the statement is a
+    loop of `count` iterations.
+    """
     value = as_int(count)
     if value is not None:
         return (stmt,) if value > 0 else ()
@@ -75,8 +79,11 @@ def when_positive(count: SymExpr, stmt: Stmt) -> tuple[Stmt, ...]:
     return (IfThenElse(less(0, count), stmt),)
 
 
-def with_variant(cond: Value, usual: Stmt, other: Stmt) -> Stmt:
-    """`usual` where the condition, `less`, holds, else `other`; one of them alone if it is known which."""
+def select_version(cond: Value, usual: Stmt, other: Stmt) -> Stmt:
+    """Select between two versions of a statement: `usual` if the condition holds, else `other`.
+
+    The condition is made by `less`; one on constants selects a version at compile time.
+    """
     assert isinstance(cond, Compare) and isinstance(cond.a, IndexValue) and isinstance(cond.b, IndexValue)
     a, b = as_int(cond.a.index), as_int(cond.b.index)
     if a is None or b is None:
@@ -85,21 +92,26 @@ def with_variant(cond: Value, usual: Stmt, other: Stmt) -> Stmt:
 
 
 def less(a: IntLike, b: IntLike) -> Value:
+    """The condition a < b on integer expressions."""
     return Compare("lt", IndexValue(sym(a)), IndexValue(sym(b)))
 
 
 def fuse(outer: For, inner: For) -> For:
-    """for i in n: for j in m: body  =>  for t in n*m: body(t // m, t % m). `inner` is the whole body of `outer` and its
-    extent does not depend on i."""
+    """Fuse two loops: for i in n: for j in m: body  =>  for t in n*m: body(t // m, t % m).
+
+    `inner` is the whole body of `outer`, and its extent does not depend on i.
+    """
     var = SymVar(f"{outer.var.name}{inner.var.name}")
-    width = inner.extent if as_int(inner.extent) != 0 else sym(1)  # a loop of no iterations divides by nothing
+    width = inner.extent if as_int(inner.extent) != 0 else sym(1)  # an empty loop must not divide by 0
     at = {outer.var: var // width, inner.var: var % width}
     return For(var, outer.extent * inner.extent, Substitute(at, fresh=True).stmt(inner.body), outer.kind)
 
 
-def past_caches(stmt: Stmt, output: Buffer) -> Stmt:
-    """The same with plain stores into a buffer marked as nontemporal, for one that is larger than the caches, and
-    nothing that brings it there."""
+def with_nontemporal_stores(stmt: Stmt, output: Buffer) -> Stmt:
+    """Make the stores into a buffer larger than the caches nontemporal.
+
+    Combining stores stay as they are; prefetches of the buffer are removed.
+    """
     return _PastCaches(output).stmt(stmt)
 
 
@@ -116,13 +128,15 @@ class _PastCaches(ProgramRewriter):
         return super().stmt(stmt)
 
 
-def ask_for_streams(stmt: Stmt, output: Buffer, num_bytes: int) -> Stmt:
-    """Loops over vectors that read two or more buffers as large as the output, as they lie there, ask for their
-    elements so many bytes ahead."""
-    return _AskForStreams(output, num_bytes).stmt(stmt)
+def prefetch_arrays(stmt: Stmt, output: Buffer, num_bytes: int) -> Stmt:
+    """Insert prefetches into vectorized loops that read two or more buffers of the output's size contiguously.
+
+    The prefetch distance is `num_bytes`.
+    """
+    return _PrefetchArrays(output, num_bytes).stmt(stmt)
 
 
-class _AskForStreams(ProgramRewriter):
+class _PrefetchArrays(ProgramRewriter):
     def __init__(self, output: Buffer, num_bytes: int) -> None:
         super().__init__()
         self._size, self._num_bytes = product(output.shape), num_bytes
@@ -130,27 +144,27 @@ class _AskForStreams(ProgramRewriter):
     def stmt(self, stmt: Stmt) -> Stmt:
         if not isinstance(stmt, For) or not isinstance(stmt.body, For) or stmt.body.kind != "vectorized":
             return super().stmt(stmt)
-        inner, found = stmt.body, dict[Buffer, Load]()
-        for x in loads(inner.body):
-            if product(x.buffer.shape) == self._size and stride(x, inner.var) == 1:
-                found.setdefault(x.buffer, x)
-        if len(found) < 2:
+        inner, streams = stmt.body, dict[Buffer, Load]()
+        for load in loads(inner.body):
+            if product(load.buffer.shape) == self._size and stride(load, inner.var) == 1:
+                streams.setdefault(load.buffer, load)
+        if len(streams) < 2:
             return stmt
-        width = max(dtypes.itemsize(x.buffer.dtype) for x in found.values()) * (as_int(inner.extent) or 1)
-        place = Substitute({inner.var: 0, stmt.var: stmt.var + self._num_bytes // width})
-        asked = [Prefetch(x.buffer, place.indices(x.indices)) for x in found.values()]
-        return replace(stmt, body=seq(*asked, inner))
+        width = max(dtypes.itemsize(load.buffer.dtype) for load in streams.values()) * (as_int(inner.extent) or 1)
+        distance = Substitute({inner.var: 0, stmt.var: stmt.var + self._num_bytes // width})
+        prefetches = [Prefetch(load.buffer, distance.indices(load.indices)) for load in streams.values()]
+        return replace(stmt, body=seq(*prefetches, inner))
 
 
 def nest(loops: Sequence[For], body: Stmt) -> Stmt:
-    """The loops round a body, outermost first."""
+    """A nest of loops (outermost first) around a body; the bodies of `loops` are ignored."""
     for loop in reversed(loops):
         body = replace(loop, body=body)
     return body
 
 
 def without_unit_loops(stmt: Stmt) -> Stmt:
-    """Loops of one iteration are gone: they would hide the loop outside of them that is worth vectorizing."""
+    """Replace loops of one iteration by their bodies, which exposes the loop outside of them for vectorization."""
     return _WithoutUnitLoops().stmt(stmt)
 
 
@@ -162,10 +176,11 @@ class _WithoutUnitLoops(ProgramRewriter):
 
 
 def hoist_lets(stmt: Stmt) -> Stmt:
-    """Move data-dependent indices (and their checks) out of loops that they do not depend on.
+    """Hoist data-dependent indices (`LetIndex`) and their checks out of loops on which they do not depend.
 
-    A loop may turn out to be empty, and then none of its checks can fail: outside they ask for that first. So an index
-    that is read at another's place, which such a check no longer stops, stays inside.
+    Checks of a loop that may be empty must not fail if it is: outside of the loop they get the alternative that its
+    extent is 0. An index loaded at a checked index stays inside such a loop, as the check would no longer protect the
+    load.
     """
     checked = {v for s in walk_stmts(stmt) if isinstance(s, Check) for v in _symbols(s)}
     return _HoistLets(checked).stmt(stmt)
@@ -199,7 +214,8 @@ class _HoistLets(ProgramRewriter):
 
 
 def _is_invariant(head: Stmt, loop: For) -> bool:
-    """Whether a statement gives the same in every iteration: it uses no loop variable and reads nothing written."""
+    """Whether a statement is loop invariant: independent of the loop variable, and no load of a buffer that the loop
+    stores."""
     written = {store.buffer for store in stores(loop.body)}
     return loop.var not in _symbols(head) and all(load.buffer not in written for load in loads(head))
 
@@ -209,13 +225,14 @@ def _symbols(stmt: Stmt) -> set[SymVar]:
 
 
 def distribute(loops: Sequence[For], block: Allocate, guard: Value | None = None) -> Allocate:
-    """Move loops from around a block of one local element into each of its statements, innermost:
+    """Distribute loops over the statements of a block with one local element, as their innermost loops:
 
     for i: { t[]; t = init; for k: t += v(i, k); use(t) }
         =>  t[n]; for i: t[i] = init;  for k: for i: t[i] += v(i, k);  for i: use(t[i])
 
-    Exact when iterations of `loops` are independent. `guard` masks a tail: iterations without it load nothing that
-    moves along the guarded loops, leave garbage in their own elements of t, and skip what follows the reduction.
+    Exact if the iterations of `loops` are independent. `guard` masks a tail: masked iterations skip loads whose indices
+    vary with the guarded loops, leave unspecified values in their elements of t, and skip the statements after the
+    reduction.
     """
     element = block.buffer
     wide = Buffer(element.name, tuple(loop.extent for loop in loops), element.dtype, "local")
@@ -237,7 +254,7 @@ def _sink(loops: Sequence[For], stmt: Stmt) -> Stmt:
 
 
 class GuardLoads(ProgramRewriter):
-    """Makes loads conditional whose indices vary with the guard's; the staged buffer itself is always there."""
+    """Guards loads whose indices vary with the guard's loop variables; loads of the local buffer `wide` need none."""
 
     def __init__(self, guard: Value, loops: set[SymVar], wide: Buffer | None = None) -> None:
         super().__init__()
@@ -254,7 +271,7 @@ class GuardLoads(ProgramRewriter):
 
 
 class _Widen(ProgramRewriter):
-    """t[] becomes wide[at]."""
+    """Replaces accesses to a scalar element[] by accesses to wide[at]."""
 
     def __init__(self, element: Buffer, wide: Buffer, at: tuple[SymExpr, ...]) -> None:
         super().__init__()
@@ -273,12 +290,12 @@ class _Widen(ProgramRewriter):
 
 
 def split_reduction(loop: For, lanes: int, accumulators: int, identity: Value) -> Stmt:
-    """Vectorize a loop that combines into one element:
+    """Vectorize a reduction into one element with partial results in vector lanes:
 
     for k in n: t[] += v(k)   =>   p[lanes*accumulators] = 0; for ko: for ki: p[ki] += v(ko*width + ki);
-                                   the rest, `lanes` at a time and masked; then t[] += p[ki] for all ki.
+                                   a masked tail, `lanes` at a time; then t[] += p[ki] for all ki.
 
-    Exact up to the order of combination. `loop.body` is one Store with `combine`, at indices without the variable.
+    Exact up to the order of combination. `loop.body` is one Store with `combine`, at indices without the loop variable.
     """
     store = loop.body
     assert isinstance(store, Store) and store.combine is not None
@@ -297,19 +314,26 @@ def split_reduction(loop: For, lanes: int, accumulators: int, identity: Value) -
     main, rest = loop.extent // width * width, loop.extent % width
     steps = [*when_positive(loop.extent // width, step(loop.extent // width, sym(0), count=accumulators, masked=False))]
     steps += when_positive(rest, step((rest + lanes - 1) // lanes, main, count=1, masked=True))
-    return Allocate(partial, seq(fill(partial, identity, lanes), *steps, collect(store, partial, accumulators, lanes)))
+    return Allocate(
+        partial,
+        seq(
+            init_accumulators(partial, identity, lanes),
+            *steps,
+            reduce_accumulators(store, partial, accumulators, lanes),
+        ),
+    )
 
 
-def fill(partial: Buffer, identity: Value, lanes: int) -> Stmt:
-    """Every element of the partial results, vector by vector, becomes the value that a combination does not notice."""
+def init_accumulators(partial: Buffer, identity: Value, lanes: int) -> Stmt:
+    """Initialize the partial results of a reduction, vector by vector, with the identity of the combination."""
     (width,) = partial.shape
     part, lane = SymVar("u"), SymVar("l", upper=lanes - 1)
     body = For(lane, sym(lanes), Store(partial, (part * lanes + lane,), identity), "vectorized")
     return For(part, width // lanes, body, "unrolled")
 
 
-def collect(store: Store, partial: Buffer, accumulators: int, lanes: int) -> Stmt:
-    """Add the accumulators up lane by lane, then across lanes."""
+def reduce_accumulators(store: Store, partial: Buffer, accumulators: int, lanes: int) -> Stmt:
+    """Combine partial results into the store's element: across accumulators lane by lane, then across lanes."""
     part, lane = SymVar("u"), SymVar("l", upper=lanes - 1)
     higher = Load(partial, (part * lanes + lane + lanes,))
     fold = For(lane, sym(lanes), Store(partial, (lane,), higher, store.combine), "vectorized")

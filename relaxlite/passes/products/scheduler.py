@@ -1,0 +1,467 @@
+"""Scheduling of reductions: which form a block's loops have, and which strategies its contraction gets.
+
+`ReductionScheduler.reduction` is the order of decisions. Each form is found once; strategy_table.py says which of its
+strategies are taken, and why others are not. The notes of a schedule name both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import field, replace
+from typing import Any
+
+from relaxlite import dtypes
+from relaxlite.ir.attributes import (
+    IN_ORDER,
+    INHERITS_LAYOUT,
+    MIN_PREPARED_ROWS,
+    PANELS,
+    PREFETCH_BYTES,
+    ROW_GROUPS,
+    STACKED,
+)
+from relaxlite.ir.expr import AttrValue
+from relaxlite.ir.ops.scalars import identity
+from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Stmt, Store, TensorProgram, Value, seq
+from relaxlite.ir.program_visitor import all_values, stores, walk_stmts, walk_values
+from relaxlite.ir.symbolic import as_int
+from relaxlite.passes.loops.parallel import collapse_parallel, is_contiguous, make_serial
+from relaxlite.passes.loops.transforms import nest, split_reduction
+from relaxlite.passes.products.block_terms import find_sums
+from relaxlite.passes.products.blocks import (
+    BlockPlan,
+    BlockProduct,
+    ManyRows,
+    ManyRowsPlan,
+    block_product,
+    tiled_blocks,
+)
+from relaxlite.passes.products.blocks_grouped import Groups, tiled_groups
+from relaxlite.passes.products.choice import ONE_SUM, ScheduleChoice
+from relaxlite.passes.products.contraction import Contraction, Encoding
+from relaxlite.passes.products.convolution import FilterTile, filter_tile, tiled_filters
+from relaxlite.passes.products.dots import Dots, dot_products
+from relaxlite.passes.products.dots_amx import amx_dots
+from relaxlite.passes.products.panel_prefetch import PanelPrefetch, steps_of, width_that_fits
+from relaxlite.passes.products.reduction import (
+    Block,
+    panel_width,
+    panel_widths,
+    prefetch_distances,
+    prologues_of,
+    reduction_block,
+    tile_size,
+    tiled,
+)
+from relaxlite.passes.products.strategy import Candidate, Strategy, candidates
+from relaxlite.passes.products.strategy_table import (
+    BLOCKED_DP4A,
+    BLOCKED_GEMV,
+    CONVOLUTION,
+    DEQUANTIZED_FMA,
+    DOTS,
+    DOTS_AMX_BF16,
+    DOTS_AMX_INT8,
+    FMA,
+    TABLE,
+    TRANSPOSED_FMA,
+    WINDOW_NCHW,
+    WINDOW_NHWC,
+    WINOGRAD_FLOAT32,
+    WINOGRAD_INT16,
+)
+from relaxlite.passes.products.transposed import find_transposed, tiled_transposed
+from relaxlite.passes.products.windows_nchw import nchw_tile_of, tiled_nchw
+from relaxlite.passes.products.windows_nhwc import tiled_windows, window_of
+from relaxlite.passes.products.winograd_tile import InnerTile, chained_terms, tiled_inner
+from relaxlite.passes.products.winograd_widened import find_widened
+from relaxlite.passes.schedule.primitives.trace import Step
+from relaxlite.records import dataclass
+from relaxlite.target import Target
+
+ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
+PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
+MIN_VECTORS = 3  # of a tile that is narrower than usual for the sake of the cache: 8 rows then hide latencies
+_AMX_DOTS = {"bfloat16": DOTS_AMX_BF16, "uint8": DOTS_AMX_INT8}
+
+
+@dataclass(frozen=True, slots=True)
+class OperandLayouts:
+    """What a schedule wants of its operands' memory, by buffer: see the attributes of the same names."""
+
+    panels: dict[Buffer, int] = field(default_factory=dict)
+    row_groups: dict[Buffer, int] = field(default_factory=dict)
+    stacked: set[Buffer] = field(default_factory=set)
+    prefetch_bytes: dict[Buffer, int] = field(default_factory=dict)
+    in_order: set[Buffer] = field(default_factory=set)
+
+    def attrs(self, inputs: Sequence[Buffer]) -> dict[str, AttrValue]:
+        """The attributes of a program with these inputs."""
+
+        def pairs(of: dict[Buffer, int]) -> tuple[tuple[int, int], ...]:
+            return tuple((k, of[b]) for k, b in enumerate(inputs) if b in of)
+
+        def numbers(of: set[Buffer]) -> tuple[int, ...]:
+            return tuple(k for k, b in enumerate(inputs) if b in of)
+
+        wanted: dict[str, AttrValue] = {
+            PANELS: pairs(self.panels),
+            ROW_GROUPS: pairs(self.row_groups),
+            STACKED: numbers(self.stacked),
+            PREFETCH_BYTES: pairs(self.prefetch_bytes),
+            IN_ORDER: numbers(self.in_order),
+        }
+        return {name: value for name, value in wanted.items() if value}
+
+
+def lanes_of(stmt: Stmt, target: Target) -> int:
+    """Vector lanes for the widest element that the statement computes with."""
+    widths = [dtypes.itemsize(v.dtype) for v in all_values(stmt)]
+    widths += [dtypes.itemsize(s.buffer.dtype) for s in stores(stmt)]
+    widest = max((w for w in widths if w < 8), default=8)  # 64-bit indices beside float32 data do not halve it
+    return max(1, target.vector_bits // 8 // widest)
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionScheduler:
+    """Schedules the reductions of one program. `steps` are its notes, `packs`: constants may be laid out for tiles."""
+
+    program: TensorProgram
+    target: Target
+    given: ScheduleChoice
+    choice: ScheduleChoice  # as given, or for less code where few rows ever run it
+    layouts: OperandLayouts
+    steps: list[Step]
+    packs: bool = True
+
+    def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
+        """The block in the tiles of its strategies: the first form that its loops have decides which these are."""
+        rules = self if packs else replace(self, packs=False)
+        fused = block.fused()
+        code = (
+            rules._windows(block)
+            or rules._blocked(fused)
+            or rules._convolution(block, fused)
+            or rules._winograd(fused)
+            or rules._matmul(fused)
+        )
+        return rules._along_the_depth(fused) if code is None else code
+
+    # Notes
+
+    def note(self, name: str, *args: str | int, **options: AttrValue) -> None:
+        self.steps.append(Step(name, args, tuple(options.items())))
+
+    def _take(self, strategy: Strategy, rows: int | None = None) -> None:
+        self.note("strategy", strategy.name, rows=strategy.min_rows if rows is None else rows)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        self.note("refuse", name, reason=reason)
+
+    def _candidates(self, contraction: Contraction) -> tuple[Candidate, ...]:
+        """Those of the table; what is refused is noted."""
+        some = candidates(TABLE, contraction, self.target, self.given.strategy)
+        for candidate in some:
+            if candidate.refusal is not None:
+                self._refuse(candidate.strategy.name, candidate.refusal)
+        return some
+
+    def _lanes(self, stmt: Stmt) -> int:
+        return lanes_of(stmt, self.target)
+
+    @property
+    def partial_sums(self) -> int:
+        return self.choice.partial_sums or PARTIAL_SUMS
+
+    # Windows
+
+    def _windows(self, block: Block) -> Stmt | None:
+        """Depthwise convolution and pooling."""
+        lanes = self._lanes(block.body)
+        window = None if block.is_pair else window_of(block, lanes)
+        if window is not None:
+            self._take(WINDOW_NHWC)
+            self.note("window_tile", window.along.var.name, lanes=lanes)
+            return tiled_windows(window)
+        nchw = nchw_tile_of(block, lanes)
+        if nchw is None:
+            return None
+        self._take(WINDOW_NCHW)
+        self.note("nchw_tile", nchw.along.var.name, rows=nchw.height, lanes=lanes)
+        return tiled_nchw(nchw)
+
+    # Blocked weights
+
+    def _blocked(self, block: Block) -> Stmt | None:
+        lanes = self._lanes(block.body)
+        product = block_product(block, lanes, self.target) if lanes > 1 else None
+        if product is None:
+            return None
+        column = product.column.var.name
+        self.note("block_tile", column, vectors=product.vectors, alone=product.alone, lanes=lanes)
+        return tiled_blocks(product, lanes, self._block_plan(product, lanes))
+
+    def grouped(self, groups: Groups) -> Stmt | None:
+        """Products of groups of rows with blocked weights; None: these are others."""
+        block, lanes = reduction_block(groups.nest), self._lanes(groups.nest)
+        product = block_product(block, lanes, self.target) if block is not None and lanes > 1 else None
+        if product is None or product.row is None:
+            return None
+        if self.packs:
+            self.layouts.stacked.update(product.panels)
+        column = product.column.var.name
+        self.note("grouped_tile", column, vectors=product.vectors, alone=product.alone, lanes=lanes)
+        return tiled_groups(groups, product, lanes, self._block_plan(product, lanes))
+
+    def _block_plan(self, product: BlockProduct, lanes: int) -> BlockPlan:
+        """The strategies of a product with blocked weights, which lie in panels, if they may, in order where nothing
+        prefetches them."""
+        prefetch = self.target.cpu_facts.block_prefetch_plan
+        if self.packs:
+            self.layouts.panels.update(dict.fromkeys(product.panels, product.panel * lanes))
+            self.layouts.in_order.update(() if prefetch.gemv_bytes else product.panels)
+        else:
+            prefetch = replace(prefetch, gemv_bytes=0, gemm_bytes=0)
+        contraction = self._blocked_contraction(product)
+        some = self._candidates(contraction)
+        allowed = [candidate.strategy for candidate in some if candidate.refusal is None]
+        tile = next((strategy for strategy in allowed if strategy.tile is not None), BLOCKED_DP4A)
+        assert tile.tile is not None
+
+        def many_rows(tiles: ManyRows, vectors: int) -> ManyRowsPlan | None:
+            for strategy in allowed:
+                plan = None if strategy.many_rows is None else strategy.many_rows(tiles, vectors, self.target)
+                if isinstance(plan, ManyRowsPlan):
+                    self._take(strategy)
+                    return plan
+                if isinstance(plan, str):
+                    self._refuse(strategy.name, plan)
+            return None
+
+        self._take(BLOCKED_GEMV)
+        if product.row is not None:
+            self._take(tile)
+        return BlockPlan(prefetch, tile.tile, many_rows)
+
+    def _blocked_contraction(self, product: BlockProduct) -> Contraction:
+        row, column = product.row, product.column
+        sums = find_sums(product.block.update.value)
+        x = Encoding("blocked", 8 + (sums.shift if sums is not None else 0))
+        w = Encoding("blocked", 8 if sums is None else sums.sums[-1].greatest.bit_length())
+        return replace(Contraction.of_block(product.block, "matmul", row, column), rows=None, x=x, w=w)
+
+    # Convolutions
+
+    def _convolution(self, unfused: Block, block: Block) -> Stmt | None:
+        lanes, registers = self._lanes(block.body), self.target.num_vector_registers
+        tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
+        if tile is None:
+            return None
+        of_dots = self._dots_of_filters(unfused, lanes, registers) if self.packs else None
+        tile, dots = (tile, None) if of_dots is None else of_dots
+        if self.packs:
+            self.layouts.panels.update(tile.panels)
+        sizes = {"rows": tile.most_rows, "vectors": tile.vectors, "lanes": lanes}
+        self._take(CONVOLUTION if dots is None else DOTS[dots.name])
+        self.note("filter_tile", tile.column.var.name, row=tile.row.var.name, **sizes)
+        code = tiled_filters(tile, self.choice)
+        if dots is None:
+            return code
+        self.layouts.panels[tile.filters] = tile.width
+        self._group(dots)
+        flat = unfused.fused(reduced=False)
+        return self._or_amx(flat, flat.spatial[-1], lanes, tile.width, code)
+
+    def _dots_of_filters(self, block: Block, lanes: int, registers: int) -> tuple[FilterTile, Dots] | None:
+        """A tile whose channels are summed by dot products. Their loop stays apart from those over the kernel."""
+        tile = filter_tile(block.fused(reduced=False), lanes, registers, self.choice)
+        dots = None if tile is None else dot_products(tile.block, tile.column, self._has_dots)
+        if tile is None or dots is None:
+            return None
+        return replace(tile, block=replace(tile.block, body=dots.body)), dots
+
+    # Winograd's inner product
+
+    def _winograd(self, block: Block) -> Stmt | None:
+        """A sum of several products per step, which the passes of winograd_products.py and int16_products.py make."""
+        lanes = self._lanes(block.body)
+        column = block.vector_loop() if lanes > 1 else None
+        body = chained_terms(block, self.target) if self.program.attrs.get(MIN_PREPARED_ROWS) else None
+        if column is None or body is None:
+            return None
+        tile, min_rows = InnerTile.of(self.target), self._min_prepared_rows
+        self._take(self._winograd_strategy(body), min_rows)
+        self.note("inner_product_tile", column.var.name, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
+        inputs, most = self.program.inputs, self.choice.rows
+        code, panels = tiled_inner(block, column, body, lanes, self.target, inputs=inputs, least=min_rows, most=most)
+        self.layouts.panels.update(panels)
+        return code
+
+    def widened(self, stmt: Allocate) -> Stmt | None:
+        """Inner products behind stages that make their weights; None: these are other stages."""
+        product, tile = find_widened(stmt, self.target), InnerTile.of(self.target)
+        if product is None:
+            return None
+        column, lanes = product.column.var.name, self._lanes(product.body)
+        self.layouts.panels.update(dict.fromkeys(product.stored, tile.vectors * lanes))
+        self._take(self._winograd_strategy(product.body), self._min_prepared_rows)
+        self.note("widened_inner_product_tile", column, rows=tile.rows, vectors=tile.vectors, lanes=lanes)
+        is_packed = not self.program.attrs.get(INHERITS_LAYOUT)
+        return product.tiled(tile, lanes, self._min_prepared_rows, is_packed=is_packed)
+
+    @staticmethod
+    def _winograd_strategy(body: Allocate) -> Strategy:
+        return WINOGRAD_INT16 if body.buffer.dtype == "int32" else WINOGRAD_FLOAT32
+
+    @property
+    def _min_prepared_rows(self) -> int:
+        rows: Any = self.program.attrs[MIN_PREPARED_ROWS]
+        return int(rows)
+
+    # Matrix products
+
+    def _matmul(self, block: Block) -> Stmt | None:
+        """Register tiles whose vectors lie along the columns: of dot products, of weights that become float32 as they
+        are loaded, or plain ones."""
+        lanes, registers = self._lanes(block.body), self.target.num_vector_registers
+        column = block.vector_loop() if lanes > 1 else None
+        if column is None:
+            return None
+        dots = dot_products(block, column, self._has_dots) if self.packs else None
+        prologues = prologues_of(block, column) if dots is None else ()
+        strategy = DOTS[dots.name] if dots is not None else DEQUANTIZED_FMA if prologues else FMA
+        hides = self.target.cpu_facts.hides_conversions
+        choice, prefetch = self._tile_choice(block, column, lanes, strategy)
+        if self.packs:
+            for operand, width in panel_widths(block, column, lanes, registers, choice).items():
+                self.layouts.panels.setdefault(operand, width)  # a variant before this one may have chosen
+        row, rows, vectors = tile_size(block, column, lanes, registers, choice)
+        self._take(strategy)
+        if dots is not None:
+            width = panel_width(block, column, lanes, registers, choice)
+            self.layouts.panels.update(dict.fromkeys(dots.operands, width))
+            self._group(dots)
+        down = None if row is None else row.var.name
+        self.note("register_tile", column.var.name, row=down, rows=rows, vectors=vectors, lanes=lanes)
+        for prologue in prologues:
+            rest = "stream" if row is None or (prologue.is_cheap and hides) else "stage"
+            self.note("prologue", prologue.loop.var.name, few_rows="stream", more_rows=rest)
+            self._prefetch_operand(prologue.operand)
+        body = None if dots is None else dots.body
+        code = tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=prefetch)
+        if dots is None:
+            return code
+        return self._or_amx(block, column, lanes, panel_width(block, column, lanes, registers, choice), code)
+
+    def _tile_choice(
+        self, block: Block, column: For, lanes: int, strategy: Strategy
+    ) -> tuple[ScheduleChoice, PanelPrefetch | None]:
+        """The sizes of register tiles, and how they prefetch panels of weights."""
+        choice, prefetch = self.given if strategy is DEQUANTIZED_FMA else self.choice, None
+        has_few_rows = bool(self.program.attrs.get(MIN_PREPARED_ROWS))  # too few to prefetch for
+        if self.packs and strategy is FMA and not has_few_rows:
+            choice, prefetch = self._panel_prefetch(block, column, lanes)
+        if self._is_counted_by_data(block, column):
+            choice = replace(choice, sums=ONE_SUM)
+            steps = steps_of(block.stmts[1], column.var, self.target.cpu_facts.page_prefetch_bytes)
+            prefetch = PanelPrefetch(steps, for_next=False, cache=2) if steps else None
+        return choice, prefetch
+
+    def _is_counted_by_data(self, block: Block, column: For) -> bool:
+        """Whether not sizes but what runs around the block says how many rows it has, as data do in attention over
+        pages: a row comes now alone, now beside others. Each element is then one sum, in the order of its terms, so
+        that results are the same to the last bit."""
+        row = block.row_loop(column)
+        return row is not None and not set(row.extent.free_vars()) <= set(self.program.symbols)
+
+    def _panel_prefetch(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, PanelPrefetch | None]:
+        """Tiles as wide as usual, or narrower where that lets two panels lie in the second cache; where neither does,
+        none prefetches the next one."""
+        registers = self.target.num_vector_registers
+        if block.is_pair or not panel_widths(block, column, lanes, registers, self.choice):
+            return self.choice, None
+        usual = panel_width(block, column, lanes, registers, self.choice)
+        widths = [usual, *([] if self.choice.vectors else range(usual - lanes, MIN_VECTORS * lanes - 1, -lanes))]
+        width = width_that_fits(block.stmts[1], column.var, widths, self.target.l2_bytes)
+        choice = self.choice if width is None else replace(self.choice, vectors=width // lanes)
+        prefetch = PanelPrefetch(self.target.cpu_facts.panel_prefetch_steps, width is not None)
+        return choice, prefetch if prefetch.ahead or prefetch.for_next else None
+
+    def _prefetch_operand(self, operand: Value) -> None:
+        """Prefetch integers that are widened. Half-precision numbers come as fast as plain reads by themselves, as
+        there is less to do between their loads."""
+        read = dict.fromkeys(v.buffer for v in walk_values(operand) if isinstance(v, Load))
+        panels = self.layouts.panels
+        if any(b.dtype in dtypes.INTEGERS and b in panels for b in read):
+            distance = self.target.cpu_facts.weight_prefetch_bytes
+            self.layouts.prefetch_bytes.update(prefetch_distances((b for b in read if b in panels), distance))
+
+    # Dot products
+
+    def _has_dots(self, name: str) -> bool:
+        """Whether the strategy of such a dot product is taken on the target."""
+        strategy, preferred = DOTS[name], self.given.strategy
+        return preferred != FMA.name and all(requirement.holds(self.target) for requirement in strategy.requires)
+
+    def _group(self, dots: Dots) -> None:
+        for operand in dots.operands:
+            self.layouts.row_groups[operand] = dots.group
+            self.note("dot_products", operand.name, length=dots.group)
+
+    def _or_amx(self, block: Block, column: For, lanes: int, width: int, code: Stmt) -> Stmt:
+        """AMX tiles from 16 rows on, beside the code of a block's dot products."""
+        x = Contraction.of_block(block, "matmul", block.row_loop(column), column).x
+        strategy = _AMX_DOTS.get(x.kind)
+        if strategy is None or self.given.strategy in {dot.name for dot in DOTS.values()}:
+            return code
+        missing = next((r for r in strategy.requires if not r.holds(self.target)), None)
+        if missing is not None:
+            self._refuse(strategy.name, f"needs {missing.text}, which {self.target.cpu} has not")
+            return code
+        tiles = amx_dots(block, column, lanes, width, self.target)
+        if tiles is None:
+            self._refuse(strategy.name, "its loops do not fit AMX tiles")
+            return code
+        self._take(strategy)
+        self.note("amx_tile", column.var.name)
+        return IfThenElse(*tiles, code)
+
+    # Sums along the depth
+
+    def _along_the_depth(self, block: Block) -> Stmt:
+        """Partial sums in vector lanes along a contiguous reduced loop; register tiles over transposed panels."""
+        lanes, registers = self._lanes(block.body), self.target.num_vector_registers
+        body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
+        code = collapse_parallel(block.spatial, body)
+        operand = find_transposed(block) if lanes > 1 and not block.is_pair else None
+        if operand is None:
+            return code
+        self._take(TRANSPOSED_FMA)
+        self.note("transposed_panels", operand.column.var.name, row=operand.row.var.name, lanes=lanes)
+        return tiled_transposed(block, operand, lanes, registers, code, self.choice)
+
+    def _lanes_of_reduced(self, block: Block, lanes: int) -> Allocate:
+        """Partial results in vector lanes, if the innermost reduced loop is contiguous."""
+
+        def rewrite(stmt: Stmt) -> Stmt:
+            if not isinstance(stmt, For):
+                return stmt
+            if isinstance(stmt.body, Store):
+                store = stmt.body
+                if store.combine is None or not is_contiguous(stmt):
+                    return stmt
+                self.note("split_reduction", stmt.var.name, lanes, self.partial_sums)
+                return split_reduction(stmt, lanes, self.partial_sums, identity(store.combine, store.buffer.dtype))
+            return replace(stmt, body=rewrite(stmt.body))
+
+        return replace(block.body, body=seq(*(rewrite(s) for s in block.stmts)))
+
+    def step_reduction(self, block: Block, *, unknown: int) -> Stmt:
+        """A reduction that is part of a stage, and may run many times in a row: starting threads has to be worth its
+        while each time, where loops of unknown extent count as `unknown`. Its operands are not packed, as other
+        reductions of the stage may read other parts of them."""
+        tiles = self.reduction(block, packs=False)
+        sizes = [as_int(s.extent) for s in walk_stmts(nest(block.spatial, block.body)) if isinstance(s, For)]
+        work = math.prod(unknown if size is None else size for size in sizes)
+        return tiles if work >= ENOUGH_WORK else make_serial(tiles)

@@ -1,0 +1,128 @@
+"""The table of strategies: how contractions are computed, the best first. A new strategy is a row here.
+
+Rows of one form and encoding stand by falling `min_rows`. What a row requires is said of a target's instructions and of
+the facts in its row of cpus.py, so that no row names a processor.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from relaxlite.passes.products.blocks import ManyRows
+from relaxlite.passes.products.blocks_amx import ROWS as AMX_ROWS
+from relaxlite.passes.products.blocks_amx import by_amx
+from relaxlite.passes.products.blocks_int16 import MIN_ROWS as INT16_ROWS
+from relaxlite.passes.products.blocks_int16 import by_int16_pairs
+from relaxlite.passes.products.blocks_interleaved import InterleavedRows
+from relaxlite.passes.products.blocks_maddubs import MIN_ROWS as MADDUBS_ROWS
+from relaxlite.passes.products.blocks_maddubs import by_maddubs
+from relaxlite.passes.products.strategy import Requirement, Strategy
+from relaxlite.passes.products.winograd_loops import MIN_ROWS as WINOGRAD_ROWS
+
+AMX_INT8 = Requirement("AMX tiles of bytes (amx-int8)", lambda target: target.has("amx-int8"))
+AMX_BF16 = Requirement("AMX tiles of bfloat16 (amx-bf16)", lambda target: target.has("amx-bf16"))
+NO_AMX_BF16 = Requirement("a processor without AMX tiles of bfloat16", lambda target: not target.has("amx-bf16"))
+DP4A = Requirement("dot products of four bytes (VNNI)", lambda target: target.has_dp4a)
+NO_DP4A = Requirement("a processor without VNNI, whose dot products are faster", lambda target: not target.has_dp4a)
+MADDUBS = Requirement("sums of pairs of bytes (SSSE3)", lambda target: target.has_maddubs)
+BF16_DOTS = Requirement("bfloat16 dot products (avx512bf16)", lambda target: target.has("avx512bf16"))
+FREE_ADDITIONS = Requirement("adders beside its multipliers", lambda target: target.cpu_facts.adds_beside_fmas)
+TWO_LOADS = Requirement("two loads in the time of an FMA", lambda target: target.cpu_facts.loads_per_fma > 1)
+ROW_INTERLEAVING = Requirement("a gain from row interleaving", lambda target: target.cpu_facts.interleaves_rows)
+
+_MATMUL: Final = frozenset({"matmul"})
+_BLOCKED: Final = frozenset({("blocked", "blocked")})
+_FLOATS: Final = frozenset({("float32", "float32")})
+
+WINDOW_NHWC = Strategy("window_nhwc", "vectors of channels, one window each", frozenset({"window"}))
+WINDOW_NCHW = Strategy("window_nchw", "vectors of positions, one window each", frozenset({"window"}))
+BLOCKED_AMX = Strategy(
+    "blocked_amx", "AMX tiles of 16 x 16 sums of bytes, codes unpacked once for all rows", _MATMUL, _BLOCKED,
+    (AMX_INT8,), min_rows=AMX_ROWS, evidence="bench.llm prompt", many_rows=by_amx,
+)  # fmt: skip
+BLOCKED_MADDUBS = Strategy(
+    "blocked_maddubs", "maddubs of signed codes by unsigned activations", _MATMUL, _BLOCKED, (MADDUBS, NO_DP4A),
+    min_rows=MADDUBS_ROWS, evidence="bench.llm prompt", many_rows=by_maddubs,
+)  # fmt: skip
+BLOCKED_INT16_WINOGRAD = Strategy(
+    "blocked_int16_winograd", "int16 pairs by Winograd's inner product, exact in integers", _MATMUL, _BLOCKED,
+    (DP4A, FREE_ADDITIONS, TWO_LOADS), min_rows=INT16_ROWS, evidence="bench.llm prompt", many_rows=by_int16_pairs,
+)  # fmt: skip
+BLOCKED_INTERLEAVED = Strategy(
+    "blocked_interleaved", "dp4a groups of several rows in turn", _MATMUL, _BLOCKED, (ROW_INTERLEAVING,), min_rows=2,
+    evidence="bench.llm prompt", tile=InterleavedRows,
+)  # fmt: skip
+BLOCKED_DP4A = Strategy(
+    "blocked_dp4a", "dp4a groups, row by row", _MATMUL, _BLOCKED, min_rows=2, evidence="bench.llm prompt", tile=ManyRows
+)
+BLOCKED_GEMV = Strategy(
+    "blocked_gemv", "dp4a groups of one row, panels interleaved", _MATMUL, _BLOCKED, evidence="bench.llm generate"
+)
+CONVOLUTION = Strategy(
+    "convolution", "FMA of a register tile: positions x vectors of output channels", frozenset({"convolution"}),
+    evidence="bench.cpu onnx",
+)  # fmt: skip
+WINOGRAD_INT16 = Strategy(
+    "winograd_int16", "int16 pairs by Winograd's inner product", frozenset({"winograd"}),
+    frozenset({("int32", "int32")}),
+    (FREE_ADDITIONS, NO_AMX_BF16), min_rows=1, rounds="both operands to 14 bits", evidence="bench.cpu matmul",
+)  # fmt: skip
+WINOGRAD_FLOAT32 = Strategy(
+    "winograd_float32", "FMA by Winograd's inner product", frozenset({"winograd"}), _FLOATS, (FREE_ADDITIONS,),
+    min_rows=WINOGRAD_ROWS, evidence="bench.cpu matmul",
+)  # fmt: skip
+DOTS_AMX_BF16 = Strategy(
+    "bf16_amx", "AMX tiles of 16 x 16 sums of bfloat16", frozenset({"matmul", "convolution"}),
+    frozenset({("bfloat16", "bfloat16")}), (AMX_BF16,), min_rows=AMX_ROWS, evidence="bench.cpu matmul",
+)  # fmt: skip
+DOTS_AMX_INT8 = Strategy(
+    "int8_amx", "AMX tiles of 16 x 16 sums of bytes", frozenset({"matmul", "convolution"}),
+    frozenset({("uint8", "int8")}), (AMX_INT8,), min_rows=AMX_ROWS, evidence="bench.cpu quantized",
+)  # fmt: skip
+DOT_BF16 = Strategy(
+    "bf16_dot", "dot products of two bfloat16", frozenset({"matmul", "convolution"}),
+    frozenset({("bfloat16", "bfloat16")}), (BF16_DOTS,), evidence="bench.cpu matmul",
+)  # fmt: skip
+DOT_INT8 = Strategy(
+    "int8_dp4a", "dp4a groups", frozenset({"matmul", "convolution"}), frozenset({("uint8", "int8")}), (DP4A,),
+    evidence="bench.cpu quantized",
+)  # fmt: skip
+DOT_INT16 = Strategy(
+    "int16_pairs", "int16 pairs", frozenset({"matmul", "convolution"}), frozenset({("int16", "int16")}), (MADDUBS,),
+    evidence="bench.cpu quantized",
+)  # fmt: skip
+DEQUANTIZED_FMA = Strategy(
+    "dequantized_fma", "FMA of a register tile whose weights become float32 as they are loaded", _MATMUL,
+    frozenset((x, w) for x in ("float32", "float16", "bfloat16") for w in ("dequantized", "float16", "bfloat16")),
+    evidence="bench.llm generate",
+)  # fmt: skip
+FMA = Strategy("fma", "FMA of a register tile", _MATMUL, evidence="bench.cpu matmul")
+TRANSPOSED_FMA = Strategy(
+    "transposed_fma", "FMA of a register tile behind panels that are transposed as they are loaded",
+    frozenset({"transposed"}), evidence="bench.cpu matmul",
+)  # fmt: skip
+
+TABLE: tuple[Strategy, ...] = (
+    WINDOW_NHWC,
+    WINDOW_NCHW,
+    BLOCKED_AMX,
+    BLOCKED_INT16_WINOGRAD,
+    BLOCKED_MADDUBS,
+    BLOCKED_INTERLEAVED,
+    BLOCKED_DP4A,
+    BLOCKED_GEMV,
+    WINOGRAD_INT16,
+    WINOGRAD_FLOAT32,
+    DOTS_AMX_BF16,
+    DOTS_AMX_INT8,
+    DOT_BF16,
+    DOT_INT8,
+    DOT_INT16,
+    CONVOLUTION,
+    DEQUANTIZED_FMA,
+    FMA,
+    TRANSPOSED_FMA,
+)
+BY_NAME = {strategy.name: strategy for strategy in TABLE}
+DOTS = {"dot2_bf16": DOT_BF16, "dot4_u8s8": DOT_INT8, "dot2_i16": DOT_INT16}
+"""By the intrinsic that a strategy's inner loop is made of."""

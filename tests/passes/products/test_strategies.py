@@ -1,0 +1,123 @@
+"""The table of strategies: which one a product gets on which processor, and the reasons against the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import relaxlite as rl
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.symbolic import sym
+from relaxlite.passes.context import PassContext
+from relaxlite.passes.manager import run_passes
+from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.passes.products import scheduler
+from relaxlite.passes.products.choice import ScheduleChoice
+from relaxlite.passes.products.contraction import Contraction, Encoding
+from relaxlite.passes.products.strategy import Requirement, Strategy, candidates, chosen
+from relaxlite.passes.products.strategy_table import BY_NAME, TABLE
+from relaxlite.passes.schedule.cpu.programs import schedule_program
+from relaxlite.passes.schedule.primitives import steps_of
+from relaxlite.target import Target
+from tests.support.block_weights import BlockWeight, block_weight
+
+
+def target(cpu: str) -> Target:
+    return Target.parse(f"llvm -mcpu={cpu} -mtriple=x86_64-unknown-linux-gnu")
+
+
+def blocked(rows: int | None = None) -> Contraction:
+    twelve, codes = Encoding("blocked", 12), Encoding("blocked", 4)
+    return Contraction("matmul", None if rows is None else sym(rows), sym(2048), sym(32), twelve, codes)
+
+
+def names(contraction: Contraction, cpu: str, preferred: str | None = None) -> list[tuple[str, int]]:
+    some = candidates(TABLE, contraction, target(cpu), preferred)
+    return [(strategy.name, strategy.min_rows) for strategy in chosen(some)]
+
+
+@pytest.mark.parametrize(
+    ("cpu", "many"),
+    [
+        ("icelake-server", [("blocked_interleaved", 2)]),
+        ("sapphirerapids", [("blocked_amx", 16), ("blocked_interleaved", 2)]),
+        ("znver3", [("blocked_maddubs", 6), ("blocked_dp4a", 2)]),
+        ("znver4", [("blocked_int16_winograd", 12), ("blocked_dp4a", 2)]),
+        ("x86-64", [("blocked_dp4a", 2)]),
+    ],
+)
+def test_processors_multiply_blocked_weights_by_strategies_of_their_own(cpu: str, many: list[tuple[str, int]]) -> None:
+    assert names(blocked(), cpu) == [*many, ("blocked_gemv", 1)]
+
+
+def test_a_refusal_says_what_is_missing() -> None:
+    reasons = {c.strategy.name: c.refusal for c in candidates(TABLE, blocked(rows=8), target("znver4"))}
+    assert reasons["blocked_amx"] == "needs AMX tiles of bytes (amx-int8), which znver4 has not"
+    assert reasons["blocked_int16_winograd"] == "pays from 12 rows on, and there are at most 8"
+    assert reasons["blocked_dp4a"] is None
+
+
+def test_a_preferred_strategy_takes_many_rows_where_it_is_possible() -> None:
+    assert names(blocked(), "sapphirerapids", "blocked_dp4a") == [("blocked_dp4a", 2), ("blocked_gemv", 1)]
+    assert names(blocked(), "znver4", "blocked_amx") == names(blocked(), "znver4")
+
+
+def test_the_last_strategy_of_every_form_takes_one_row() -> None:
+    last: dict[tuple[str, tuple[str, str]], Strategy] = {}
+    for strategy in TABLE:
+        for form in strategy.forms:
+            for kinds in strategy.operands or {("any", "any")}:
+                before = last.get((form, kinds))
+                assert before is None or before.min_rows >= strategy.min_rows, f"{strategy.name} stands too late"
+                last[form, kinds] = strategy
+    assert all(s.min_rows == 1 or BY_NAME["fma"].takes(Contraction("matmul", None, None, None)) for s in last.values())
+    assert len(BY_NAME) == len(TABLE)
+
+
+def layer(weight: BlockWeight) -> IRModule:
+    bb = rl.BlockBuilder()
+    with bb.function("main", x=rl.TensorType.of((bb.symbol("m"), weight.codes.shape[0]), "float32")) as (x,):
+        bb.result(bb.emit(rl.ops.matmul(x, weight.emit(bb))))
+    return bb.module()
+
+
+def schedules(module: IRModule, cpu: str) -> tuple[str, PassContext]:
+    context = PassContext(target(cpu))
+    steps = default_pipeline()
+    upto = 1 + [step.name for step in steps].index("schedule")
+    programs = run_passes(module, steps[:upto], context).programs()
+    return "\n".join(line for program in programs.values() for line in steps_of(program)), context
+
+
+def test_schedules_name_the_strategy_and_decisions_say_why() -> None:
+    weight = block_weight(64, 512)
+    texts = {cpu: schedules(layer(weight), cpu)[0] for cpu in ("icelake-server", "sapphirerapids", "znver3", "znver4")}
+    own = ("blocked_interleaved", "blocked_amx", "blocked_maddubs", "blocked_int16_winograd")
+    assert all(f'strategy("{name}"' in text for name, text in zip(own, texts.values(), strict=True)), texts
+    decisions = schedules(layer(weight), "znver3")[1].decisions
+    taken = [d for d in decisions if d.step == "strategy" and d.taken]
+    assert any(d.subject.endswith("by blocked_maddubs") and "from 6 rows on" in d.reason for d in taken)
+    assert any("needs AMX tiles" in d.reason for d in decisions if not d.taken)
+
+
+def test_a_strategy_that_is_made_up_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = replace(BY_NAME["blocked_dp4a"], name="blocked_own", summary="an inner loop of our own")
+    refused = replace(own, name="blocked_never", requires=(Requirement("magic", lambda target: False),))
+    monkeypatch.setattr(scheduler, "TABLE", (refused, own, *TABLE))
+    monkeypatch.setitem(BY_NAME, "blocked_own", own)
+    weight = block_weight(64, 512)
+    text, context = schedules(layer(weight), "x86-64-v4")
+    assert 'strategy("blocked_own", rows=2)' in text
+    assert any("needs magic, which x86-64-v4 has not" in d.reason for d in context.decisions)
+
+
+def test_a_tuned_strategy_is_taken() -> None:
+    weight = block_weight(64, 512)
+    steps = default_pipeline()
+    upto, zen4 = [step.name for step in steps].index("schedule"), target("znver4")
+    programs = run_passes(layer(weight), steps[:upto], PassContext(zen4)).programs().values()
+    (program,) = [p for p in programs if "strategy(" in str(steps_of(schedule_program(p, zen4)))]
+    text = str(steps_of(schedule_program(program, zen4, ScheduleChoice(strategy="blocked_dp4a"))))
+    assert 'strategy("blocked_dp4a", rows=2)' in text and 'strategy("blocked_int16_winograd"' not in text
+    assert 'refuse("blocked_int16_winograd", reason="tuning has chosen blocked_dp4a")' in text
