@@ -17,6 +17,7 @@ import pytest
 from relaxlite import models
 from relaxlite.errors import FetchError
 from relaxlite.passes.graph import lower_precision
+from tests.support import tiers
 
 os.environ.setdefault("RELAXLITE_VERIFY_PASSES", "1")  # every compilation of every test proves its IR after each pass
 if "RELAXLITE_KERNEL_CACHE" not in os.environ:  # tests neither use nor fill the cache of whoever runs them
@@ -32,6 +33,19 @@ gc.disable()  # until the tests are collected: what is made until then, a millio
 MANY_TESTS = 5000
 """From here on it pays to leave them out of collections. Hypothesis is among what so many of them import; imported
 later, it would not find who refers to the generators that it is given."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(tiers.OPTION, action="store_true", help="run all tests, also those that repeat others' work")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.use(config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers.choose(config, items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -35,6 +35,7 @@ from relaxlite.llm.model import load
 from relaxlite.passes.context import PassContext
 from relaxlite.runtime import artifact
 from relaxlite.version import STEP_VERSION
+from tests.support import tiers
 from tests.support.paths import ROOT
 from tests.support.tiny_llm import made, random_logits, save_folder, scripted
 
@@ -161,7 +162,7 @@ def test_the_cache_of_keys_and_values_has_a_dtype(run: Run, tmp_path: Path) -> N
     assert len(llm.generate("abc", max_new_tokens=5, stop_tokens=()).tokens) == 5
 
 
-@pytest.mark.parametrize("precision", ["int8", "int16", "float32"])
+@pytest.mark.parametrize("precision", tiers.few(["int8", "int16", "float32"]))
 def test_generate_takes_a_precision(run: Run, folder: Path, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     build = compiling.build
@@ -556,6 +557,7 @@ def test_a_model_without_a_template_is_refused(run: Run, monkeypatch: pytest.Mon
 # The demo
 
 
+@pytest.mark.exhaustive
 @pytest.mark.models
 def test_the_demo_answers(model_path: Callable[[str], Path], tmp_path: Path) -> None:
     model_path(demo.MODEL)

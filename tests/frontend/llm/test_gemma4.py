@@ -20,6 +20,7 @@ from relaxlite.llm.model import LanguageModel
 from relaxlite.runtime.module import Executable
 from tests.support import gemma4_files as gemma4
 from tests.support import llm_files as files
+from tests.support import tiers
 from tests.support.block_bytes import dequantized
 from tests.support.dense_llm import build_dense
 
@@ -41,7 +42,7 @@ def check(exe: Executable, wanted: np.ndarray, tolerance: float = 3e-5) -> None:
         np.testing.assert_allclose(found, wanted[:count], atol=tolerance * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers.only(("mixture",), KINDS))
 def test_logits_are_those_of_a_plain_computation(kind: str, tmp_path: Path) -> None:
     metadata = gemma4.fields(**KINDS[kind])
     weights = gemma4.tensors(metadata)
@@ -63,6 +64,7 @@ def in_blocks(weights: dict[str, np.ndarray], kind: str) -> tuple[dict[str, Any]
     return stored, rounded
 
 
+@pytest.mark.exhaustive
 def test_experts_stay_in_their_blocks(tmp_path: Path) -> None:
     metadata = gemma4.fields(**KINDS["mixture"])
     stored, rounded = in_blocks(gemma4.tensors(metadata), "Q8_0")
@@ -76,6 +78,7 @@ def stored_bytes(exe: Executable) -> int:
     return sum(constant.nbytes for constant in exe.data.constants)
 
 
+@pytest.mark.exhaustive
 def test_the_table_of_inputs_of_layers_stays_in_its_blocks(tmp_path: Path) -> None:
     """Most of a small model, and rows of it alone are read; here through the cache, whose pools layers share."""
     metadata = gemma4.fields(is_small=True)
@@ -99,6 +102,7 @@ def test_the_table_of_inputs_of_layers_stays_in_its_blocks(tmp_path: Path) -> No
         np.testing.assert_allclose(found, wanted, atol=3e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.exhaustive
 def test_a_file_becomes_a_model(tmp_path: Path) -> None:
     metadata = gemma4.fields(is_small=True)
     path = files.write(

@@ -28,8 +28,10 @@ def sample(cases: list[Any], per_op: int, every: int) -> list[Any]:
     return chosen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "compiled"])
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(False, id="interpreted"), pytest.param(True, id="compiled", marks=pytest.mark.exhaustive)],
+)
 def test_onnx_node_tests(cases: list[Any], compiled: bool) -> None:
     """What passes must go on to pass, and what is expected to fail must be taken off the list once it passes."""
     chosen = sample(cases, 1, 20) if compiled else sample(cases, 2, 5)

@@ -28,6 +28,7 @@ from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.passes.schedule.tuning import TunedProgram, Tuning, program_key
 from relaxlite.target import Target
 from tests.support import onnx_models as om
+from tests.support import tiers
 from tests.support.random_programs import MAX_WORK, SIZES, assert_same_program, products, reductions, work_of
 
 HOST = Target.host()
@@ -101,7 +102,7 @@ choices = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(products() | reductions(), choices, st.tuples(st.sampled_from(SIZES), st.sampled_from(SIZES)))
 def test_no_choice_changes_what_a_program_computes(
     program: TensorProgram, choice: ScheduleChoice, sizes: tuple[int, int]
