@@ -71,7 +71,7 @@ LATE_IMPORTS = {
     "relaxlite/cli/compiling.py": {"relaxlite.cli.compiling_llm"},  # the same
     "relaxlite/cli/demo.py": {"relaxlite.cli.demo_pictures"},  # Pillow and the ONNX importer
     "relaxlite/cli/language.py": {"relaxlite.cli.compiling_llm"},  # the compiler, see cli/__init__.py
-    "relaxlite/cli/inspect.py": {"relaxlite.cli.inspecting"},  # the compiler, see cli/__init__.py
+    "relaxlite/cli/inspect.py": {"relaxlite.cli.inspect_ir"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/opening.py": {"relaxlite.cli.compiling"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/profile.py": {"relaxlite.machine"},  # the compiler, see cli/__init__.py
     "relaxlite/dtypes.py": {"ml_dtypes"},  # 2 MB, for bfloat16 only

@@ -1,4 +1,4 @@
-"""Functions at stage "vm" -> VM bytecode (docs/runtime-abi.md, Bytecode)."""
+"""Compile graph-level functions at stage "vm" to VM bytecode (docs/runtime-abi.md, "Bytecode")."""
 
 from __future__ import annotations
 
@@ -28,61 +28,68 @@ from relaxlite.runtime import executable as vm
 
 
 def compile_functions(module: IRModule) -> tuple[dict[str, vm.VMFunction], tuple[np.ndarray, ...]]:
-    """Every graph-level function of the module, and the constants that they share."""
+    """Compile every graph-level function of a module; returns the functions by name and the constant pool they share.
+
+    CodegenError for what bytecode cannot express, such as a MatchShape that lower_shapes has not lowered.
+    """
     constants = _Constants()
-    functions = {name: _CompileFunction(name, module, constants).compile(f) for name, f in module.functions().items()}
+    functions = {name: _FunctionCompiler(name, module, constants).compile(f) for name, f in module.functions().items()}
     return functions, tuple(constants.values)
 
 
 class _Constants:
+    """The constant pool: each constant array once, by the identity of its array."""
+
     def __init__(self) -> None:
         self.values: list[np.ndarray] = []
         self._index: dict[int, int] = {}
-        self._kept: list[Constant] = []  # ids stay theirs while the objects live
+        self._constants: list[Constant] = []  # keeps the objects alive, so that their ids stay unique
 
     def index(self, constant: Constant) -> int:
         key = id(constant.value)
         if key not in self._index:
             self._index[key] = len(self.values)
             self.values.append(constant.value)
-            self._kept.append(constant)
+            self._constants.append(constant)
         return self._index[key]
 
 
-class _CompileFunction:
+class _FunctionCompiler:
+    """Compiles one function: assigns registers to variables, emits instructions and patches jumps."""
+
     def __init__(self, name: str, module: IRModule, constants: _Constants) -> None:
         self._name, self._module, self._constants = name, module, constants
         self._code: list[vm.Instruction] = []
-        self._places: list[str | None] = []  # of the instructions
-        self._place: str | None = None  # of what is compiled
+        self._locations: list[str | None] = []  # source location of each instruction
+        self._location: str | None = None  # source location of the call being compiled
         self._values: dict[Var, vm.Operand] = {}
         self._heap: vm.Operand = vm.Imm(None)
         self._registers = 0
 
     def compile(self, function: Function) -> vm.VMFunction:
         for param in function.params:
-            self._values[param] = vm.Reg(self._new())
+            self._values[param] = vm.Reg(self._new_register())
         result = self._body(function.body)
         self._append(vm.Ret(self._in_register(result)))
-        places = tuple(self._places) if any(self._places) else ()
+        locations = tuple(self._locations) if any(self._locations) else ()
         params = tuple(p.name for p in function.params)
-        return vm.VMFunction(self._name, params, self._registers, tuple(self._code), places)
+        return vm.VMFunction(self._name, params, self._registers, tuple(self._code), locations)
 
     def _append(self, instruction: vm.Instruction) -> None:
         self._code.append(instruction)
-        self._places.append(self._place)
+        self._locations.append(self._location)
 
-    def _new(self) -> int:
+    def _new_register(self) -> int:
         self._registers += 1
         return self._registers - 1
 
     def _emit(self, callee: str, *operands: vm.Operand, dst: int | None = None) -> vm.Reg:
-        dst = self._new() if dst is None else dst
+        dst = self._new_register() if dst is None else dst
         self._append(vm.Call(dst, callee, operands))
         return vm.Reg(dst)
 
     def _in_register(self, operand: vm.Operand) -> int:
-        """`If` and `Ret` read registers only."""
+        """Move an operand into a register where it is none: `If` and `Ret` take only registers."""
         if isinstance(operand, vm.Reg):
             return operand.index
         return self._emit("builtin:tuple_get", self._emit("builtin:make_tuple", operand), vm.Imm(0)).index
@@ -101,9 +108,9 @@ class _CompileFunction:
         elif isinstance(value, Loop):
             self._values[binding.var] = self._loop(value)
         elif isinstance(value, Call):
-            self._place = value.loc or binding.var.loc
+            self._location = value.loc or binding.var.loc
             self._values[binding.var] = self._call(value)
-            self._place = None
+            self._location = None
         else:
             self._values[binding.var] = self._operand(value)
 
@@ -127,7 +134,7 @@ class _CompileFunction:
         name = call.callee.name
         if name.startswith(("vm.", "memory.")):
             name = name.partition(".")[2]
-        attrs = call.callee.attrs  # in the order of their declaration, which is the builtin's
+        attrs = call.callee.attrs  # declared in the order of the builtin's operands
         immediates = (vm.Imm(call.attrs[a]) for a in attrs)  # type: ignore[arg-type]
         dst = -1 if call.ty == UNIT else None
         result = self._emit(f"builtin:{name}", *args, *immediates, dst=dst)
@@ -145,13 +152,13 @@ class _CompileFunction:
         return self._emit(f"extern:{definition.symbol}", *args, dst=-1)
 
     def _jump(self) -> int:
-        """The position of an instruction to be filled in."""
+        """Append a placeholder for a jump, to be patched later; returns its position."""
         self._append(vm.Goto(0))
         return len(self._code) - 1
 
     def _if(self, branch: If) -> vm.Operand:
         cond = self._in_register(self._operand(branch.cond))
-        result = self._new()
+        result = self._new_register()
         test = self._jump()
         self._move(self._body(branch.then_body), result)
         end = self._jump()
@@ -165,7 +172,7 @@ class _CompileFunction:
         self._emit("builtin:tuple_get", pair, vm.Imm(0), dst=register)
 
     def _loop(self, loop: Loop) -> vm.Operand:
-        carried, cond = self._new(), self._new()
+        carried, cond = self._new_register(), self._new_register()
         self._emit("builtin:make_tuple", *(self._operand(i) for i in loop.inits), dst=carried)
         self._move(self._operand(loop.cond), cond)
         start = len(self._code)
@@ -176,8 +183,8 @@ class _CompileFunction:
         if not isinstance(loop.body.result, Tuple) or not isinstance(result, vm.Reg):
             raise CodegenError(f"{self._name}: a loop's body must yield a tuple of its condition and its values")
         fields = [self._operand(f) for f in loop.body.result.fields]
-        self._places.pop()
-        self._code.pop()  # the tuple of the body's result, which only its fields are needed of
+        self._locations.pop()
+        self._code.pop()  # drop the make_tuple of the body's result: only its fields are used
         self._emit("builtin:make_tuple", *fields[1:], dst=carried)
         self._move(fields[0], cond)
         self._append(vm.Goto(start))

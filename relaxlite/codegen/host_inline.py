@@ -1,4 +1,4 @@
-"""Puts the functions that `main` calls into it, so that a host function is one function."""
+"""Inline all bytecode functions that an entry calls, because a host function is compiled from one function."""
 
 from __future__ import annotations
 
@@ -11,29 +11,35 @@ MAX_INSTRUCTIONS = 20_000
 
 
 class NotNativeError(Exception):
-    """The function cannot become machine code; the message says why, for `relaxlite inspect`."""
+    """Raised where a function cannot be compiled to machine code; the message gives the reason, for `relaxlite
+    inspect`."""
 
 
 def inline_calls(functions: Mapping[str, VMFunction], name: str) -> VMFunction:
-    """The function without calls of others. NotNativeError where one calls itself, or where it would be too long."""
+    """Inline every `func:` call of a function.
+
+    NotNativeError for recursion, and for results of more than MAX_INSTRUCTIONS instructions.
+    """
     if not any(_callee(instruction) for instruction in functions[name].instructions):
         return functions[name]
     return _Inliner(functions).inline(functions[name])
 
 
 def _callee(instruction: Instruction) -> str:
-    """The name of the function that is called; empty for other instructions."""
+    """Name of the bytecode function that an instruction calls; empty for other instructions."""
     is_call = isinstance(instruction, Call) and instruction.callee.startswith("func:")
     return instruction.callee.removeprefix("func:") if is_call else ""  # type: ignore[union-attr]
 
 
 class _Inliner:
+    """Expands calls recursively, renumbering registers and jump labels."""
+
     def __init__(self, functions: Mapping[str, VMFunction]) -> None:
         self.functions = functions
-        self.code: list[Instruction] = []  # jumps lead to labels
-        self.labels: list[int] = []  # their positions
+        self.code: list[Instruction] = []  # targets of jumps are label numbers until `_resolve`
+        self.labels: list[int] = []  # position of each label
         self.num_registers = 0
-        self.stack: list[str] = []  # of functions that are being expanded
+        self.stack: list[str] = []  # names of the functions being expanded
 
     def inline(self, function: VMFunction) -> VMFunction:
         self._expand(function, (), None)
@@ -49,7 +55,8 @@ class _Inliner:
         return instruction
 
     def _expand(self, function: VMFunction, arguments: Sequence[Operand], result: int | None) -> None:
-        """Append a function's instructions; `result` takes what it returns, None for the outermost function."""
+        """Append a function's instructions; `result` is the register for its return value, None for the outermost
+        function."""
         if function.name in self.stack:
             raise NotNativeError(f"function '{function.name}' calls itself")
         self.stack.append(function.name)
@@ -68,13 +75,13 @@ class _Inliner:
                 case Ret(register):
                     self._return(base + register, result, None if at + 1 == count else first + count)
                 case Call(dst, _, operands):
-                    moved = tuple(Reg(base + o.index) if isinstance(o, Reg) else o for o in operands)
-                    self._call(instruction, base + dst if dst >= 0 else dst, moved)
+                    renumbered = tuple(Reg(base + o.index) if isinstance(o, Reg) else o for o in operands)
+                    self._call(instruction, base + dst if dst >= 0 else dst, renumbered)
         self.labels[first + count] = len(self.code)
         self.stack.pop()
 
     def _return(self, register: int, result: int | None, end: int | None) -> None:
-        """`end`: the label behind the function, where that is not what comes next."""
+        """Return from an expanded function; `end` is the label behind it, None if that is the next instruction."""
         if result is None:
             self.code.append(Ret(register))
             return

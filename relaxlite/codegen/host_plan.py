@@ -1,4 +1,4 @@
-"""What is known about the bytecode of `main` before its host function is written (codegen/llvm/host.py)."""
+"""Analyses of bytecode that compiling a host function needs: shape prologue, allocations, lifetimes (llvm/host.py)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from relaxlite.runtime.executable import (
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A result that one instruction allocates, at most once.
+    """An output that instruction `site` allocates, outside of loops, so that Python can allocate it before the run.
 
-    `dims`, which may refer to `heap`, are those of what is returned: a reshape or a view of all of it may follow.
+    `dims` are the dimensions of the returned tensor, after reshapes and whole views; negative ones are slots of `heap`.
     """
 
     site: int
@@ -37,19 +37,22 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
+    """Results of the analyses of one inlined function."""
+
     function: VMFunction
-    split: int  # the instructions before it only compute shapes: they run while Python can still allocate
-    heap: Operand  # that they compute with: a register, or Imm(None)
-    heaps: Mapping[int, tuple[int, int]]  # by register: where its slots begin among all slots, and how many they are
-    arena: tuple[int, int] | None  # where the first arena is allocated, and its size as a dim
-    variables: frozenset[int]  # registers that several instructions write
-    targets: frozenset[int]  # of jumps
+    split: int  # instructions before it only compute shapes, and run in the prepare step under the GIL
+    heap: Operand  # the shape heap of the prologue: a register, or Imm(None)
+    heaps: Mapping[int, tuple[int, int]]  # register -> (first slot in the frame, number of slots)
+    arena: tuple[int, int] | None  # (instruction, size as a dim) of the arena that Python provides
+    variables: frozenset[int]  # registers with several definitions
+    targets: frozenset[int]  # of jumps, as instruction numbers
     prepared: tuple[Prepared | None, ...]  # per output
-    releases: Mapping[int, tuple[int, ...]]  # after an instruction: those whose memory nobody reads any more
+    releases: Mapping[int, tuple[int, ...]]  # instruction -> allocating instructions whose memory is dead after it
 
 
 def plan_host(function: VMFunction, num_outputs: int) -> HostPlan:
-    """The plan of a function that calls no other one. NotNativeError when it calls Python."""
+    """Analyse a function without `func:` calls. NotNativeError where it calls Python or cannot be compiled
+    otherwise."""
     code = function.instructions
     for instruction in code:
         if isinstance(instruction, Call) and instruction.callee.startswith("extern:"):
@@ -79,7 +82,7 @@ def _jump_targets(code: Sequence[Instruction]) -> frozenset[int]:
 
 
 def _in_loop(code: Sequence[Instruction], at: int) -> bool:
-    """Whether the instruction may run twice: a jump leads from behind it to before it."""
+    """Whether an instruction may run more than once: a backward jump spans it."""
     jumps = [
         (k, i.target if isinstance(i, Goto) else i.else_target) for k, i in enumerate(code) if isinstance(i, Goto | If)
     ]
@@ -87,6 +90,7 @@ def _in_loop(code: Sequence[Instruction], at: int) -> bool:
 
 
 def _heaps(code: Sequence[Instruction], variables: frozenset[int]) -> dict[int, tuple[int, int]]:
+    """Lay the slots of all shape heaps out one after the other: register -> (first slot, number of slots)."""
     heaps, total = {}, 0
     for instruction in code:
         if isinstance(instruction, Call) and instruction.callee == "builtin:alloc_heap":
@@ -99,7 +103,7 @@ def _heaps(code: Sequence[Instruction], variables: frozenset[int]) -> dict[int, 
 
 
 def _prologue(function: VMFunction) -> tuple[Operand, int]:
-    """How many instructions at the start only compute shapes, and the heap that they do it with."""
+    """Shape heap and length of the prologue: the leading instructions that only compute shapes."""
     code, split = function.instructions, 0
     heap: Operand = Imm(None)
     end = min({len(code), *_jump_targets(code)})
@@ -115,30 +119,32 @@ def _computes_shapes(instruction: Instruction, heap: Operand, num_params: int) -
     match instruction:
         case Call(_, "builtin:alloc_heap", _):
             return heap == Imm(None)
-        case Call(_, "builtin:match_shape", (Reg(index), other, *_)):
-            return index < num_params and other in (heap, Imm(None))
-        case Call(_, callee, (other, _, *tensors)) if callee.startswith("kernel:") and tensors:
-            return isinstance(heap, Reg) and all(operand == heap for operand in (other, *tensors))
+        case Call(_, "builtin:match_shape", (Reg(index), operand_heap, *_)):
+            return index < num_params and operand_heap in (heap, Imm(None))
+        case Call(_, callee, (operand_heap, _, *tensors)) if callee.startswith("kernel:") and tensors:
+            return isinstance(heap, Reg) and all(buffer == heap for buffer in (operand_heap, *tensors))
     return False
 
 
 def _first_arena(code: Sequence[Instruction], heap: Operand, split: int) -> tuple[int, int] | None:
-    """One that Python provides, of a size that is known before anything runs.
+    """Find the arena that Python provides: the first whose size is known before the run; (instruction, size as a dim).
 
-    NotNativeError where an arena is allocated in a loop: it would have to be kept.
+    NotNativeError where an arena is allocated in a loop, as memory of several iterations would accumulate.
     """
     arenas = [k for k, i in enumerate(code) if isinstance(i, Call) and i.callee == "builtin:alloc_arena"]
     if any(_in_loop(code, at) for at in arenas):
         raise NotNativeError("it allocates an arena in a loop")
     for at in arenas:
         match code[at]:
-            case Call(_, _, (other, Imm(int(size)))) if at >= split and (size >= 0 or (other == heap and at == split)):
+            case Call(_, _, (arena_heap, Imm(int(size)))) if at >= split and (
+                size >= 0 or (arena_heap == heap and at == split)
+            ):
                 return at, size
     return None
 
 
 class _Values:
-    """Where values come from, through tuples, reshapes and views; only of registers with one definition."""
+    """Def-use chains of registers with a single definition, through tuples, reshapes and views."""
 
     def __init__(self, function: VMFunction, variables: frozenset[int]) -> None:
         self.code = function.instructions
@@ -147,7 +153,7 @@ class _Values:
         }
 
     def definition(self, operand: Operand) -> tuple[int, str, tuple[Operand, ...]]:
-        """The instruction's place, builtin and operands; an empty builtin when there is not just one instruction."""
+        """Position, builtin name and operands of the defining instruction; (-1, "", ()) without a single definition."""
         if not isinstance(operand, Reg) or operand.index not in self.definitions:
             return -1, "", ()
         at = self.definitions[operand.index]
@@ -156,7 +162,7 @@ class _Values:
         return at, call.callee.removeprefix("builtin:"), call.operands
 
     def source(self, operand: Operand) -> Operand:
-        """The same value before it went through tuples."""
+        """Trace an operand back through make_tuple and tuple_get."""
         _, builtin, operands = self.definition(operand)
         if builtin == "tuple_get":
             _, inner, fields = self.definition(self.source(operands[0]))
@@ -166,7 +172,7 @@ class _Values:
         return operand
 
     def results(self, num_outputs: int) -> tuple[Operand, ...]:
-        """The outputs as operands, where one return says which they are."""
+        """Operands of the outputs; empty where there are several returns or the returned tuple is not known."""
         returned = [i.register for i in self.code if isinstance(i, Ret)]
         if len(returned) != 1:
             return ()
@@ -178,12 +184,15 @@ class _Values:
 
 
 def _prepare(values: _Values, num_outputs: int) -> tuple[Prepared | None, ...]:
+    """Allocation of each output; None where an output has none of its own that runs at most once."""
     prepared: list[Prepared | None] = []
     for operand in values.results(num_outputs) or (Const(0),) * num_outputs:
-        result = _allocation(values, operand)
-        taken = {other.site for other in prepared if other is not None}
+        allocation = _allocation(values, operand)
+        sites = {earlier.site for earlier in prepared if earlier is not None}
         prepared.append(
-            None if result is None or result.site in taken or _in_loop(values.code, result.site) else result
+            None
+            if allocation is None or allocation.site in sites or _in_loop(values.code, allocation.site)
+            else allocation
         )
     return tuple(prepared)
 
@@ -199,19 +208,23 @@ def _allocation(values: _Values, operand: Operand) -> Prepared | None:
     return Prepared(source.site, operands[1], immediate(operands[dims_at])) if source is not None else None
 
 
-_DIMS_OF_WHOLE = {"reshape": 2, "view": 3}  # where the dims stand of what may be all of a tensor under another type
+_DIMS_OF_WHOLE = {
+    "reshape": 2,
+    "view": 3,
+}  # builtin -> its operand with the dims, for builtins that may return a whole tensor
 
 
-def _releases(code: Sequence[Instruction], variables: frozenset[int], given: int) -> dict[int, tuple[int, ...]]:
-    """Memory that is written and read in one run of instructions without jumps is free after the last one.
+def _releases(code: Sequence[Instruction], variables: frozenset[int], provided: int) -> dict[int, tuple[int, ...]]:
+    """Map each instruction to the allocations that are dead after it.
 
-    So is an arena, jumps or not, where that is in no loop; but for the one that Python gives, at instruction `given`.
+    A tensor is released after its last use where allocation and last use lie in one basic block, an arena also where
+    its last use is in no loop. `provided`: the allocation of the arena that Python owns, which is never released.
     """
     ends = sorted({*_jump_targets(code), *(k for k, i in enumerate(code) if not isinstance(i, Call))})
     readers = _readers(code)
     result: dict[int, tuple[int, ...]] = {}
     for site, instruction in enumerate(code):
-        if isinstance(instruction, Call) and instruction.callee in _NEW_MEMORY and site != given:
+        if isinstance(instruction, Call) and instruction.callee in _NEW_MEMORY and site != provided:
             last = _last_use(code, readers, instruction.dst, site)
             following = bisect(ends, site)
             is_straight = following == len(ends) or last < ends[following]
@@ -222,7 +235,7 @@ def _releases(code: Sequence[Instruction], variables: frozenset[int], given: int
 
 
 def _readers(code: Sequence[Instruction]) -> Mapping[int, list[int]]:
-    """The instructions that read a register."""
+    """Positions of the instructions that read each register."""
     readers: dict[int, list[int]] = defaultdict(list)
     for at, instruction in enumerate(code):
         match instruction:
@@ -236,9 +249,10 @@ def _readers(code: Sequence[Instruction]) -> Mapping[int, list[int]]:
 
 
 def _last_use(code: Sequence[Instruction], readers: Mapping[int, list[int]], register: int, site: int) -> int:
-    """Of the value that instruction `site` writes, also under other names. Variables keep references of their own."""
+    """Last instruction that reads the memory allocated at `site`, through aliases. Variables hold their own
+    references."""
     names, last = [register], site
-    for name in names:  # which grows
+    for name in names:  # grows during iteration
         for at in readers.get(name, ()):
             last, instruction = max(last, at), code[at]
             if isinstance(instruction, Call) and instruction.callee in _SAME_MEMORY and instruction.dst not in names:
@@ -251,6 +265,6 @@ _SAME_MEMORY = ("builtin:reshape", "builtin:view", "builtin:make_tuple", "builti
 
 
 def immediate(operand: Operand) -> Any:
-    """The value of an operand that is an immediate in valid bytecode."""
+    """Value of an operand that valid bytecode guarantees to be an immediate."""
     assert isinstance(operand, Imm)
     return operand.value

@@ -1,7 +1,7 @@
-"""The oracle: what a module means, computed with NumPy and plain Python loops.
+"""Reference interpreter of modules and tensor programs, with NumPy and plain Python loops; the oracle of tests.
 
-`run_program` runs one tensor program; `Interpreter(module).run("main", x, y)` a graph-level function of any stage
-before bytecode. Types are taken at their word: every result is checked against the type that the module gives it.
+`run_program` runs one tensor program; `Interpreter(module).run("main", x, y)` runs a graph-level function of any stage
+before bytecode. Every result is checked against its type in the module.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def run_program(
     outputs: Sequence[Any] | None = None,
     name: str = "program",
 ) -> list[Any]:
-    """Run the loops. Symbols: a mapping, a sequence in the program's order, or None: read off the inputs' shapes.
+    """Run a tensor program with the interpreter; returns the outputs, allocated where `outputs` is None.
 
-    Without `outputs`, they are allocated; with them, they are filled in place.
+    `symbols`: a mapping, a sequence in the program's order, or None to read them off the inputs' shapes. InputError for
+    arrays of another shape or dtype, OutOfBoundsError for an access outside of a buffer.
     """
     values = program_symbols(program, inputs, symbols)
     outputs = program_outputs(program, inputs, values, outputs, name)
@@ -68,7 +69,8 @@ def run_program(
 def program_outputs(
     program: TensorProgram, inputs: Sequence[Any], values: Symbols, outputs: Sequence[Any] | None, name: str
 ) -> Sequence[Any]:
-    """`outputs`, or new ones. InputError: an array is none that the program takes."""
+    """Allocate poisoned outputs where `outputs` is None, and check all arrays. InputError for a wrong shape or
+    dtype."""
     if outputs is None:
         outputs = [poisoned(tuple(evaluate(d, values) for d in b.shape), b.dtype) for b in program.outputs]
     for buffer, array in zip(program.params, (*inputs, *outputs), strict=True):
@@ -83,7 +85,7 @@ def program_outputs(
 def program_symbols(
     program: TensorProgram, inputs: Sequence[Any], symbols: Mapping[SymVar, int] | Sequence[int] | None
 ) -> Symbols:
-    """The values of a program's symbols, as `run_program` takes them."""
+    """Values of a program's symbols; `symbols` as `run_program` takes them."""
     if isinstance(symbols, Mapping):
         return dict(symbols)
     if symbols is not None:
@@ -95,10 +97,10 @@ def program_symbols(
 
 
 class Interpreter:
-    """Runs the functions of a module. `externs`: a Python function of (inputs..., outputs...) per routine.
+    """Interpreter of a module's graph-level functions. `externs`: symbol -> Python function of (inputs..., outputs...).
 
-    `around_call(call, args, run)` gives what the call of an op, a program or a library routine gives: `run(args)`;
-    `program_runner`: runs tensor programs in place of `run_program`, with the same arguments.
+    `around_call(call, args, run)`: hook around every call of an op, program or library routine, which returns the
+    call's result, as by `run(args)`. `program_runner`: replaces `run_program`, with the same arguments.
     """
 
     def __init__(
@@ -115,7 +117,10 @@ class Interpreter:
         self.run_program = program_runner
 
     def run(self, name: str, *args: Any) -> Any:
-        """Call a function: arrays, shapes (tuples of ints) and tuples in and out."""
+        """Call a function; arguments and results are arrays, shapes (tuples of ints) and tuples of these.
+
+        InputError for another number or type of arguments, ExecutionError and its subclasses where the call fails.
+        """
         function = self.module[name]
         if not isinstance(function, Function):
             raise InputError(f"{name} is not a graph-level function")
@@ -130,7 +135,7 @@ class Interpreter:
 
 
 class _Frame:
-    """The values of variables and symbols in one activation of a function, branch or loop body."""
+    """Values of variables and symbols in one activation of a function, branch or loop body."""
 
     def __init__(self, interpreter: Interpreter, values: dict[Var, Any], symbols: Symbols) -> None:
         self.interpreter = interpreter
@@ -200,10 +205,12 @@ class _Frame:
         args = [self.eval(a) for a in call.args]
         around = self.interpreter.around_call
         return (
-            self._called(call, args) if around is None else around(call, args, lambda given: self._called(call, given))
+            self._dispatch(call, args)
+            if around is None
+            else around(call, args, lambda replaced: self._dispatch(call, replaced))
         )
 
-    def _called(self, call: Call, args: list[Any]) -> Any:
+    def _dispatch(self, call: Call, args: list[Any]) -> Any:
         if isinstance(call.callee, Op):
             return self._call_op(call.callee, call, args)
         return self._call_global(self.eval(call.callee), call, args)
@@ -223,7 +230,7 @@ class _Frame:
         if type(op).reference is Op.reference:
             return self._call_decomposed(op, call, args)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the mean of nothing
+            warnings.simplefilter("ignore", RuntimeWarning)  # such as the mean of an empty array
             result = op.reference(*args, **call.attrs)
         return tuple(map(_tensor, result)) if isinstance(call.ty, TupleType) else _tensor(result)
 
@@ -259,7 +266,7 @@ class _Frame:
 
 
 def _tensor(value: Any) -> Any:
-    """NumPy scalars become arrays; shapes stay tuples."""
+    """Convert NumPy scalars to arrays; shapes stay tuples."""
     return value if isinstance(value, tuple) else np.asarray(value)
 
 
@@ -279,11 +286,15 @@ _EVALUATE: dict[type, Callable[[_Frame, Any], Any]] = {
 }  # fmt: skip
 
 
-# Types against values
+# Checks of values against types
 
 
 def bind(ty: Type, value: Any, symbols: Symbols, what: str, *, define_only: bool = False) -> None:
-    """Check that `value` has this type; symbols without a value get the one found. `define_only`: check no sizes."""
+    """Check a value against a type and bind the symbols that have no value yet. `define_only`: bind, but check no
+    sizes.
+
+    `what` names the value in errors: InputError, ShapeMismatchError, ExecutionError.
+    """
     if isinstance(ty, TupleType):
         for k, field in enumerate(ty.fields):
             bind(field, value[k], symbols, f"{what}[{k}]", define_only=define_only)
@@ -306,18 +317,21 @@ def _bind_tensor(ty: TensorType, value: Any, symbols: Symbols, what: str, *, def
 
 
 def match_dims(
-    dims: Sequence[SymExpr], found: Sequence[int], symbols: Symbols, what: str, *, define_only: bool = False
+    dims: Sequence[SymExpr], sizes: Sequence[int], symbols: Symbols, what: str, *, define_only: bool = False
 ) -> None:
-    """Compare sizes with what is found; bind the symbols that stand alone and have no value yet."""
-    if len(dims) != len(found):
-        raise ShapeMismatchError(f"{what}: expected {len(dims)} dimensions, got shape {tuple(found)}")
-    for dim, size in zip(dims, found, strict=True):
+    """Match sizes with symbolic dimensions; binds dimensions that are a single symbol without a value.
+
+    ShapeMismatchError, which begins with `what`, for another rank or size, or a symbol outside of its bounds.
+    """
+    if len(dims) != len(sizes):
+        raise ShapeMismatchError(f"{what}: expected {len(dims)} dimensions, got shape {tuple(sizes)}")
+    for dim, size in zip(dims, sizes, strict=True):
         if isinstance(dim, SymVar) and dim not in symbols:
             _check_bounds(dim, size, what)
             symbols[dim] = size
     if define_only:
         return
-    for axis, (dim, size) in enumerate(zip(dims, found, strict=True)):
+    for axis, (dim, size) in enumerate(zip(dims, sizes, strict=True)):
         expected = evaluate(dim, symbols)
         if expected != size:
             wanted = f"{expected}" if dim.is_const else f"{dim} = {expected}"
@@ -332,7 +346,7 @@ def _check_bounds(symbol: SymVar, size: int, what: str) -> None:
         )
 
 
-# Explicit memory (after memory planning)
+# Builtins of explicit memory (after memory planning)
 
 
 def _view(arena: Any, offset: tuple[int], shape: tuple[int, ...], *, dtype: str) -> Any:

@@ -1,7 +1,7 @@
-"""A tensor program as Python source: the loops as they stand, one NumPy scalar at a time.
+"""Translate a tensor program to Python source: its loops, unscheduled, over NumPy scalars.
 
-Slow and plain on purpose: it says what a program means. Every buffer index is checked, fresh memory is poisoned, so
-that a read of what was never written shows.
+Slow on purpose: this is the reference semantics of tensor programs. Negative indices are errors, as NumPy checks the
+upper bounds, and fresh memory is poisoned, so that reads of uninitialized memory show.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ _OPERATORS = {
 
 @functools.lru_cache(maxsize=512)
 def compile_to_python(program: TensorProgram, name: str = "program") -> Kernel:
-    """A function of the buffers (arrays, inputs then outputs), then of the symbols' values."""
+    """Compile a program to a Python function of its buffers (arrays: inputs, then outputs) and its symbols' values.
+
+    The function raises IndexError for an access outside of a buffer, ExecutionError for a failed check.
+    """
     source = _Source()
     text = source.program(program, name)
     code = compile(text, f"<relaxlite {name}>", "exec")
@@ -68,7 +71,7 @@ def compile_to_python(program: TensorProgram, name: str = "program") -> Kernel:
 
 
 def poisoned(shape: tuple[int, ...], dtype: str) -> Any:
-    """New memory whose contents nobody should read."""
+    """Allocate an array filled with NaN, True or the maximum of an integer dtype."""
     array = np.empty(shape, dtypes.to_numpy(dtype))
     array.fill(np.nan if dtypes.is_float(dtype) else True if dtype == "bool" else np.iinfo(array.dtype).max)
     return array
@@ -85,7 +88,7 @@ def _stop(message: str) -> None:
 
 
 class _Source:
-    """Lines of Python under construction, and the objects that they name."""
+    """Builder of the Python source of one program, and the scope of global objects that the source names."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -96,7 +99,7 @@ class _Source:
         self.symbols: dict[SymVar, str] = {}
         self.loop_vars: set[SymVar] = set()
         self.constants: dict[tuple[str, str], str] = {}
-        self.parts: dict[int, str] = {}  # shared values of the statement at hand, by id: the names that hold them
+        self.shared: dict[int, str] = {}  # id of a value used several times in the current statement -> its local name
 
     def program(self, program: TensorProgram, name: str) -> str:
         params = [self._buffer(b) for b in program.params] + [self._symbol(s) for s in program.symbols]
@@ -144,8 +147,8 @@ class _Source:
         method(self, stmt)
 
     def _seq(self, stmt: Seq) -> None:
-        for one in stmt.stmts:
-            self.stmt(one)
+        for child in stmt.stmts:
+            self.stmt(child)
 
     def _for(self, stmt: For) -> None:
         self.loop_vars.add(stmt.var)
@@ -188,7 +191,7 @@ class _Source:
         pass
 
     def _call_library(self, stmt: CallLibrary) -> None:
-        """Never reached in programs that say beside the call what it computes (LibraryFound)."""
+        """Fail; unreachable in programs whose LibraryFound branch computes the same without the library."""
         message = f"the interpreter calls no libraries: {stmt.symbol} of {stmt.library}"
         self.emit(f"_stop({message!r})")
 
@@ -216,19 +219,19 @@ class _Source:
         return text if safe else f"_checked({text})"
 
     def root(self, value: Value) -> str:
-        """The value of a statement; parts that it uses several times are computed once, in lines before."""
-        self.parts = {}
-        for part in _shared_parts(value):
-            text = self.value(part)
-            self.parts[id(part)] = f"_t{len(self.parts)}"
-            self.emit(f"{self.parts[id(part)]} = {text}")
+        """Expression of a statement's value; common subexpressions are assigned to locals in the lines before."""
+        self.shared = {}
+        for shared in _common_subexpressions(value):
+            text = self.value(shared)
+            self.shared[id(shared)] = f"_t{len(self.shared)}"
+            self.emit(f"{self.shared[id(shared)]} = {text}")
         text = self.value(value)
-        self.parts = {}
+        self.shared = {}
         return text
 
     def value(self, value: Value) -> str:
-        if id(value) in self.parts:
-            return self.parts[id(value)]
+        if id(value) in self.shared:
+            return self.shared[id(value)]
         if isinstance(value, Load):
             return f"{self._name_of(value.buffer)}[{self.subscript(value.indices)}]"
         if isinstance(value, Literal):
@@ -277,8 +280,9 @@ _STATEMENTS: dict[type, Callable[[_Source, Any], None]] = {
 }  # fmt: skip
 
 
-def _shared_parts(root: Value) -> list[Value]:
-    """What is used more than once in a value and is computed whatever its Selects say, operands first."""
+def _common_subexpressions(root: Value) -> list[Value]:
+    """Subexpressions used more than once and evaluated in every case (not only in one arm of a Select), operands
+    first."""
     uses: dict[int, int] = {}
     for value in walk_values(root):
         for child in value_children(value):
@@ -296,11 +300,11 @@ def _shared_parts(root: Value) -> list[Value]:
 
 
 def _identifier(name: str, fallback: str) -> str:
-    """A readable, unique Python name."""
+    """Unique Python identifier that shows `name` where that is an identifier."""
     return f"{name}_{fallback}" if name.isidentifier() else fallback
 
 
-# Scalar functions: the common ones of float32 and float64 straight from NumPy, for speed; the rest as they are defined.
+# Scalar functions: common ones of float32 and float64 directly by NumPy, for speed; the others by ir.scalar_functions.
 
 _FAST: dict[tuple[str, str], Callable[..., Any]] = {
     ("binary", "div"): lambda a, b: a / b,
@@ -318,60 +322,61 @@ _FAST: dict[tuple[str, str], Callable[..., Any]] = {
 
 _SHIFTS = {"shift_left": np.left_shift, "shift_right": np.right_shift}
 
-# Those of words, which products of weights in blocks are made of, by Python's integers: NumPy takes ten times as long.
+# Intrinsics of packed int32 by Python integers, which are faster than NumPy scalars (docs/measurements/backend.md).
 
 
-def _wrapped(total: int) -> np.int32:
+def _wrap_int32(total: int) -> np.int32:
     return np.int32((total + 2**31 & 2**32 - 1) - 2**31)
 
 
-def _signed(byte: int) -> int:
+def _sign_extend_byte(byte: int) -> int:
     return (byte & 255 ^ 128) - 128
 
 
-def _dot_of_bytes(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any, b2: Any, b3: Any) -> np.int32:
-    return _wrapped(int(c) + int(a0) * int(b0) + int(a1) * int(b1) + int(a2) * int(b2) + int(a3) * int(b3))
+def _dot4_bytes(c: Any, a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any, b2: Any, b3: Any) -> np.int32:
+    return _wrap_int32(int(c) + int(a0) * int(b0) + int(a1) * int(b1) + int(a2) * int(b2) + int(a3) * int(b3))
 
 
-def _dot_of_words(c: Any, a: Any, b: Any, *_: Any) -> np.int32:
+def _dp4a(c: Any, a: Any, b: Any, *_: Any) -> np.int32:
     x, y = int(a), int(b)
-    parts = [(x >> shift & 255) * _signed(y >> shift) for shift in (0, 8, 16, 24)]
-    return _wrapped(int(c) + sum(parts))
+    products = [(x >> shift & 255) * _sign_extend_byte(y >> shift) for shift in (0, 8, 16, 24)]
+    return _wrap_int32(int(c) + sum(products))
 
 
-def _dot_of_halves(c: Any, a: Any, b: Any) -> np.int32:
+def _dot2_int16(c: Any, a: Any, b: Any) -> np.int32:
     x, y = int(a), int(b)
     low = ((x & 0xFFFF ^ 0x8000) - 0x8000) * ((y & 0xFFFF ^ 0x8000) - 0x8000)
-    return _wrapped(int(c) + low + (x >> 16) * (y >> 16))
+    return _wrap_int32(int(c) + low + (x >> 16) * (y >> 16))
 
 
-def _looked_up(a: Any, *table: Any) -> np.int32:
-    places = [(shift, int(a) >> shift & 255) for shift in (0, 8, 16, 24)]
-    return _wrapped(sum((int(table[at >> 2]) >> 8 * (at & 3) & 255) << shift for shift, at in places))
+def _lookup_bytes(a: Any, *table: Any) -> np.int32:
+    indices = [(shift, int(a) >> shift & 255) for shift in (0, 8, 16, 24)]
+    return _wrap_int32(sum((int(table[at >> 2]) >> 8 * (at & 3) & 255) << shift for shift, at in indices))
 
 
-def _word(*parts: Any) -> np.int32:
-    return _wrapped(sum((int(part) & 255) << 8 * n for n, part in enumerate(parts)))
+def _pack_bytes(*parts: Any) -> np.int32:
+    return _wrap_int32(sum((int(part) & 255) << 8 * n for n, part in enumerate(parts)))
 
 
-_OF_WORDS: dict[str, Callable[..., np.int32]] = {
-    "dot4_u8s8": _dot_of_bytes,
-    DOT4_BYTES: _dot_of_words,
-    DOT2_INT16: _dot_of_halves,
-    LOOKUP: _looked_up,
-    PACKED_BYTES: _word,
+_PACKED_INTRINSICS: dict[str, Callable[..., np.int32]] = {
+    "dot4_u8s8": _dot4_bytes,
+    DOT4_BYTES: _dp4a,
+    DOT2_INT16: _dot2_int16,
+    LOOKUP: _lookup_bytes,
+    PACKED_BYTES: _pack_bytes,
 }
 
 
 def _scalar_function(kind: str, op: str, dtype: str) -> Callable[..., Any]:
-    """The function of kind "unary", "binary" or "intrinsic" over `dtype`, or of kind "cast" from `op` to `dtype`."""
+    """Function of kind "unary", "binary" or "intrinsic" named `op` over `dtype`, or of kind "cast" from `op` to
+    `dtype`."""
     if dtype in ("float32", "float64"):
         if kind == "cast":
             return dtypes.to_numpy(dtype).type
         if (kind, op) in _FAST:
             return _FAST[kind, op]
-    if kind == "intrinsic" and op in _OF_WORDS:
-        return _OF_WORDS[op]
+    if kind == "intrinsic" and op in _PACKED_INTRINSICS:
+        return _PACKED_INTRINSICS[op]
     if kind == "binary" and op in _SHIFTS and dtypes.is_integer(dtype):
         return _SHIFTS[op]
     if kind == "cast" and dtypes.is_integer(op) and dtypes.is_integer(dtype):

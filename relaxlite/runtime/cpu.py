@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from relaxlite.errors import ArtifactError, RelaxliteError
-from relaxlite.features import NEVER_USED, NO_INSTRUCTIONS
+from relaxlite.features import SYSTEM_FEATURES, TUNING_FLAGS
 from relaxlite.runtime import jit, linker
 from relaxlite.runtime.code_memory import EXECUTABLE, CodeMemory
 from relaxlite.runtime.executable import TargetInfo
@@ -137,7 +137,7 @@ def lacking(features: Iterable[str]) -> list[str]:
     """Which of these, by LLVM's names, the processor does not have. LLVM, where it is installed, has the last word on
     what is missing. ArtifactError where only LLVM could tell and is not there."""
     known = _own_features()
-    ignored = NEVER_USED | NO_INSTRUCTIONS
+    ignored = SYSTEM_FEATURES | TUNING_FLAGS
     doubtful = [name for name in features if name not in ignored and not known.get(name, False)]
     if not doubtful:
         return []

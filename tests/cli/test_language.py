@@ -29,7 +29,7 @@ from relaxlite.cli.chat import Conversation
 from relaxlite.cli.generate import stats_text
 from relaxlite.cli.inputs import _step_hint
 from relaxlite.cli.sizes import bytes_text
-from relaxlite.cli.wording import as_typed
+from relaxlite.cli.wording import with_option_names
 from relaxlite.llm import compiling
 from relaxlite.llm.model import load
 from relaxlite.passes.context import PassContext
@@ -590,4 +590,4 @@ def test_errors_are_in_the_words_of_the_command_line() -> None:
         ("input 'top_k' and my_top_k(x)", "input 'top_k' and my_top_k(x)"),
         ("cache_dtype='int8' max_context", "cache_dtype='int8' max_context"),  # this command has no such options
     ):
-        assert as_typed(text, args) == wanted
+        assert with_option_names(text, args) == wanted
