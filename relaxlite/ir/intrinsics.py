@@ -2,7 +2,7 @@
 
     fma(a, b, c) = a*b + c                                                  floats; one rounding or two
     dot4_u8s8(c, a0..a3, b0..b3) = c + a0*b0 + a1*b1 + a2*b2 + a3*b3        int32 of uint8 and int8; wraps, exact
-    dot4_words(c, a, b, most)                                               the same, of the bytes of two int32
+    dot4_words(c, a, b, max_a, max_b)                                       the same, of the bytes of two int32
     lookup_bytes(a, t0, t1, t2, t3) = the bytes of t0..t3 at the bytes of a  int32; each byte of a is below 16
     word(b0, b1, b2, b3) = b0 | b1 << 8 | b2 << 16 | b3 << 24                int32 of the bits of four int8
     dot2_i16(c, a0, a1, b0, b1) = c + a0*b0 + a1*b1                         int32 of int16; wraps
@@ -14,8 +14,8 @@
     dot2_pairs(c, a, b)                                                     dot2_bf16 of two such pairs
     dot2_halves(c, a, b)                                                    dot2_i16 of the halves of two int32
 
-`most` is a literal upper bound of the bytes of a: processors without a 4-way dot product have faster code for small
-numbers. A table of lookup_bytes is four literals, lowest bytes first.
+`max_a` and `max_b` are literal bounds of the bytes of a and of the absolute values of the bytes of b: processors without
+a 4-way dot product have faster code for small numbers. A table of lookup_bytes is four literals, lowest bytes first.
 
 dot2_bf16 adds a1*b1 and then a0*b0. Products are exact; each of the two sums is rounded to float32, to nearest even.
 vdpbf16ps computes the same (docs/measurements/cpus.md, dot2_bf16), but flushes subnormal operands and sums to zero of

@@ -115,7 +115,7 @@ class Sample:
     `shapes`: one tuple per operand, of ints or symbol names (for a shape operand: its values).
     `dtypes`: one per operand, "float32" by default; "shape" marks a shape operand.
     `make`: operand index -> generator of its data, (shape, rng) -> array.
-    `tolerance`: relative to the reference.
+    `tolerance`: absolute and relative, against the reference.
     """
 
     shapes: tuple[tuple[int | str, ...], ...]
@@ -142,7 +142,7 @@ class Op:
         raise TypeError(f"op {self.name} declares no type rule")
 
     def lower(self, *operands: Any, **out_and_attrs: Any) -> Stmt:
-        """Lower to loops that fill the buffer `out`, or a tuple of buffers. Operands are buffers or tuples of SymExpr."""
+        """Lower to loops that fill `out`, one or several buffers. Operands: buffers, or shapes as SymExpr tuples."""
         raise TypeError(f"op {self.name} has no loops of its own")
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:

@@ -19,9 +19,9 @@ from relaxlite.ir.intrinsics import (
 from relaxlite.ir.program import Binary, Intrinsic, Stmt, Unary, Value
 from relaxlite.ir.program_visitor import all_values, walk_values
 
-# FLOPs per operation. An operation of one instruction counts 1, a fused multiply-add 2, division and square root 4 as is
-# customary; functions count about the operations of our float32 code (codegen/llvm/math.py). Moves, comparisons, selects
-# and conversions count 0. Operations on integers count like those on floats; operations on bool count 0.
+# FLOPs per operation. One instruction counts 1, a fused multiply-add 2, division and square root 4 as is customary.
+# Functions count about the operations of our float32 code (codegen/llvm/math.py). Moves, comparisons, selects and
+# conversions count 0. Integer operations count like those on floats; operations on bool count 0.
 FLOPS: Mapping[str, int] = {
     **dict.fromkeys(
         ("add", "sub", "mul", "min", "max", "maxnum", "neg", "abs", "sign", "floor", "ceil", "round", "trunc"), 1

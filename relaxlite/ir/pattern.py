@@ -137,7 +137,7 @@ class _Constant(Pattern):
     def fits(self, expr: Expr, state: _MatchState, then: Then) -> bool:
         value = state.matcher.value_of(expr)
         if not isinstance(value, Constant):
-            return state.refuse(f"{_shown(expr)} is no constant")
+            return state.refuse(f"{_describe(expr)} is no constant")
         if self.value is not None and not (value.value.size and self._equals(value)):
             return state.refuse(f"the constant is not {self.value}")
         state.follow(expr)
@@ -153,7 +153,7 @@ class _Constant(Pattern):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpPattern(Pattern):
-    """Pattern of a call of one of these ops. Calling the pattern sets operand patterns; by default any operands match."""
+    """Pattern of a call of one of these ops. Calling the pattern sets operand patterns; by default, any match."""
 
     ops: tuple[str, ...] = ()
     commutative: bool = False
@@ -169,7 +169,7 @@ class OpPattern(Pattern):
     def fits(self, expr: Expr, state: _MatchState, then: Then) -> bool:
         value = state.matcher.value_of(expr)
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name not in self.ops:
-            return state.refuse(f"{_shown(expr)} is no {' or '.join(self.ops)}")
+            return state.refuse(f"{_describe(expr)} is no {' or '.join(self.ops)}")
         state.follow(expr)
         if self.operands is None:
             return then()
@@ -191,7 +191,7 @@ class _Field(Pattern):
     def fits(self, expr: Expr, state: _MatchState, then: Then) -> bool:
         value = state.matcher.value_of(expr)
         if not isinstance(value, TupleGetItem) or self.index not in (None, value.index):
-            return state.refuse(f"{_shown(expr)} is no field {'' if self.index is None else self.index} of a tuple")
+            return state.refuse(f"{_describe(expr)} is no field {'' if self.index is None else self.index} of a tuple")
         state.follow(expr)
         return state.match(self.source, value.value, then)
 
@@ -207,9 +207,9 @@ def is_op(*names: str, commutative: bool = False) -> OpPattern:
 
 
 def is_const(value: float | int | bool | None = None, *, ulps: int = 0) -> Pattern:
-    """Pattern of a constant, with all elements equal to `value` if that is not None.
+    """Pattern of a constant; `value`, unless None, is the value of all its elements.
 
-    `ulps`: tolerance in units in the last place of the dtype, for numbers like sqrt(2) that exporters round differently.
+    `ulps`: tolerance in units in the last place of the dtype, as exporters round numbers like sqrt(2) differently.
     """
     return _Constant(value=value, ulps=ulps)
 
@@ -326,7 +326,9 @@ class _MatchState:
         if pattern.name is None:
             return True
         captured = self.captures.setdefault(pattern.name, expr)
-        return _is_same(captured, expr) or self.refuse(f"{pattern.name} is both {_shown(captured)} and {_shown(expr)}")
+        return _is_same(captured, expr) or self.refuse(
+            f"{pattern.name} is both {_describe(captured)} and {_describe(expr)}"
+        )
 
 
 def _operands(expr: Expr) -> tuple[Expr, ...]:
