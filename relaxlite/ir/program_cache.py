@@ -24,7 +24,7 @@ class Store(Protocol):
 class ProgramCache:
     """Cache of results of passes in a `store`; without a store, nothing is cached.
 
-    `key` identifies everything that results depend on other than the arguments of `recall`: target, passes, versions.
+    `key` identifies everything that results depend on besides the arguments of `recall`: target, passes.
     """
 
     def __init__(self, store: Store | None = None, key: str = "") -> None:

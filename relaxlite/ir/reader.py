@@ -25,7 +25,7 @@ _TYPE_NAMES = ("Tensor", "Shape", "Tuple", "Func", "Object")
 
 @dataclass(slots=True)
 class Arguments:
-    """Arguments of a call in the text. Parsers remove those that they handle; `Reader.finish` rejects the others."""
+    """Arguments of a call in the text. Parsers remove those that they handle; `finish` rejects the others."""
 
     call: ast.AST
     positional: list[ast.expr]

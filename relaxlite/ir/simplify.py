@@ -1,7 +1,7 @@
 """Rewrite rules that simplify symbolic integers under facts; the comment of each rule has its equation.
 
-Rules query a `Facts` object, implemented by the Analyzer, and decline if it proves nothing. A rule preserves the value
-for every assignment that satisfies the facts and for which the expression is defined.
+Rules query a `Facts` object, implemented by the Analyzer, and decline if it proves nothing. A rule preserves
+the value for every assignment that satisfies the facts and for which the expression is defined.
 """
 
 from __future__ import annotations

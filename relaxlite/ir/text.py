@@ -129,7 +129,7 @@ def _canonical_nan(array: Array) -> Array:
     return np.where(is_nan, np.array(np.nan, array.dtype), array) if is_nan.any() else array
 
 
-# Names and lines
+# Identifiers and lines
 
 
 class Names:
