@@ -15,7 +15,8 @@
     dot2_halves(c, a, b)                                                    dot2_i16 of the halves of two int32
 
 `max_a` and `max_b` are literal bounds of the bytes of a and of the absolute values of the bytes of b: small numbers
-have faster code on processors without a 4-way dot product. A table of lookup_bytes is four literals, lowest bytes first.
+have faster code on processors without a 4-way dot product. The table of lookup_bytes is four literals, lowest bytes
+first.
 
 dot2_bf16 adds a1*b1 and then a0*b0. Products are exact; each of the two sums is rounded to float32, to nearest even.
 vdpbf16ps computes the same (docs/measurements/cpus.md, dot2_bf16), but flushes subnormal operands and sums to zero of

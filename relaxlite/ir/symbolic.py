@@ -70,8 +70,8 @@ class SymExpr:
     def _find_vars(self) -> tuple[SymVar, ...]:
         return tuple(dict.fromkeys(v for monomial, _ in self.terms for atom in monomial for v in atom.free_vars()))
 
-    # Expressions are interned, so equality of canonical forms is identity. `n == m` being False does not mean that values
-    # differ at run time. Only a constant also equals its int (_Constant).
+    # Expressions are interned, so equality of canonical forms is identity. `n == m` being False does not mean that the
+    # values differ at run time. Only a constant also equals its int (_Constant).
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __add__(self, other: IntLike) -> SymExpr:
