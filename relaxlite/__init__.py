@@ -7,8 +7,7 @@
     exe.save("model.rlx"); exe = rl.load("model.rlx")
     exe = rl.load("model.onnx")              # all of that, and kept for the next process
 
-What is imported is imported on first use, so that `import relaxlite` is quick and running a saved model never loads the
-compiler.
+Names are imported on first use: `import relaxlite` is fast, and running a saved model never imports the compiler.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Every knob of relaxlite in one table. The environment is read here and nowhere else.
+"""Table of all knobs (settings) of relaxlite. No other module reads the environment.
 
     config.get("num_threads")
     config.set(num_threads=4)                      # for the rest of the process; None goes back to the environment
     with config.override(poison_memory=True): ...  # for a block, in this thread and every other
 
-The value of a knob: what `set` or `override` said, else the environment variable RELAXLITE_<NAME>, else the default.
+The value of a knob: from `set` or `override`, else from the environment variable RELAXLITE_<NAME>, else the default.
 """
 
 from __future__ import annotations
@@ -22,25 +22,29 @@ from relaxlite.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Knob:
+    """A setting: its name, type, default, documentation and the limits of its value."""
+
     name: str
     type: type
     default: Any
     doc: str
-    limits: tuple[int, int] | None = None  # of a whole number that is given
+    limits: tuple[int, int] | None = None  # inclusive, of whole numbers
 
     @property
     def kind(self) -> str:
-        """What a value must be, in words."""
+        """The permitted values in words, for error messages."""
         limits = f" from {self.limits[0]} to {self.limits[1]}" if self.limits else ""
         return {int: "a whole number", str: "text", bool: "a boolean (1 or 0)"}[self.type] + limits
 
     def accepts(self, value: object) -> bool:
+        """Whether a value has the knob's type and is within its limits."""
         if type(value) is not self.type:
             return False
         return not self.limits or self.limits[0] <= value <= self.limits[1]  # type: ignore[operator]
 
     @property
     def variable(self) -> str:
+        """The name of the environment variable."""
         return f"RELAXLITE_{self.name.upper()}"
 
 
@@ -74,7 +78,7 @@ _overrides: dict[str, Any] = {}
 
 
 def get(name: str) -> Any:
-    """The present value of a knob. InvalidArgumentError: no such knob, or its environment variable cannot be read."""
+    """Return the value of a knob. InvalidArgumentError for an unknown knob or an invalid environment variable."""
     knob = _knob(name)
     if name in _overrides:
         return _overrides[name]
@@ -88,7 +92,7 @@ def get(name: str) -> Any:
 
 
 def set(**values: Any) -> None:
-    """Set knobs until the process ends; None undoes it."""
+    """Set knobs for the rest of the process; None resets one. InvalidArgumentError for wrong names or values."""
     for name, value in values.items():
         knob = _knob(name)
         if value is not None and not knob.accepts(value):
@@ -102,7 +106,7 @@ def set(**values: Any) -> None:
 
 @contextmanager
 def override(**values: Any) -> Iterator[None]:
-    """Set knobs for a block."""
+    """Set knobs for the duration of a `with` block, in all threads."""
     before = {name: _overrides.get(name) for name in values}
     set(**values)
     try:
@@ -113,8 +117,7 @@ def override(**values: Any) -> Iterator[None]:
 
 @contextmanager
 def system_variables(**values: str) -> Iterator[None]:
-    """Environment variables of the system for a block: for a library that reads them while it loads, or a process that
-    starts in it."""
+    """Set environment variables for the duration of a `with` block, for libraries loaded or processes started in it."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -128,8 +131,7 @@ def system_variables(**values: str) -> Iterator[None]:
 
 
 def user_cache_folder() -> Path:
-    """Where this platform keeps what can be made or fetched again, for this user and relaxlite. RuntimeError: the user
-    has no home folder."""
+    """Return relaxlite's folder in the platform's per-user cache. RuntimeError if the user has no home folder."""
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -140,35 +142,37 @@ def user_cache_folder() -> Path:
 
 
 def cache_folder(knob: str, part: str) -> Path:
-    """The folder that a knob names, or this part of this platform's cache folder. NoFolderError: neither is known."""
-    chosen = get(knob)
+    """Return the folder that a knob names, by default `part` of `user_cache_folder`. NoFolderError if unknown."""
+    path = get(knob)
     try:
-        return Path(chosen).expanduser() if chosen else user_cache_folder() / part
+        return Path(path).expanduser() if path else user_cache_folder() / part
     except RuntimeError as error:  # as in a container whose user is a number without a name
-        lacking = f"no home folder for {chosen!r}" if chosen else "no home folder"
-        raise NoFolderError(f"there is {lacking}; set {KNOBS[knob].variable} to a folder") from error
+        problem = f"no home folder for {path!r}" if path else "no home folder"
+        raise NoFolderError(f"there is {problem}; set {KNOBS[knob].variable} to a folder") from error
 
 
 def model_folder() -> Path:
-    """The folder that models are fetched to and kept in: RELAXLITE_CACHE, or this platform's cache folder.
-    NoFolderError: neither is known."""
+    """Return the folder of fetched and compiled models: RELAXLITE_CACHE, or in the platform's cache folder.
+
+    Raises NoFolderError if neither is known.
+    """
     return cache_folder("cache", "models")
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def compile_threads() -> int:
-    """How many threads compile: RELAXLITE_COMPILE_THREADS, or one per usable core."""
+    """Return the number of compiler threads: RELAXLITE_COMPILE_THREADS, or one per usable core."""
     return int(get("compile_threads") or usable_cores())
 
 
 def describe() -> str:
-    """The table as text: name, present value, environment variable and meaning."""
+    """Return the table of knobs as text: name, value, environment variable and documentation."""
     width = max(map(len, KNOBS))
     lines = [f"{k.name:<{width}}  {get(k.name)!r:<24}  {k.variable:<24}  {k.doc}" for k in KNOBS.values()]
     return "\n".join(lines) + "\n"
@@ -184,7 +188,7 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fals
 
 
 def _parse(kind: type, text: str) -> object:
-    """The value that text of the environment means; None when it means none."""
+    """Parse the text of an environment variable; None if it is invalid."""
     if kind is bool:
         return _BOOLEANS.get(text.lower())
     try:

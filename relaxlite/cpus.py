@@ -1,9 +1,9 @@
-"""What schedules ask about processors: a table with a row for each microarchitecture. No other file names one.
+"""Table of performance facts of microarchitectures, on which schedules depend. No other module names a processor.
 
-A row says how a processor behaves, in facts that were measured or read in its manuals; which instructions it has is a
-matter of LLVM's features (`Target.has`). A target has the first row of the table that fits its processor's name and the
-width of its vectors, which features may make narrower than they are. docs/measurements/cpus.md has a section of each
-fact's name, with the figures behind it; docs/howto-add/processor.md says how to add a row.
+The facts of a row were measured or read in manuals; the instructions of a processor are LLVM's features (`Target.has`).
+A target has the first row that matches its CPU name and the width of its vectors, which features may narrow.
+docs/measurements/cpus.md has a section with the figures behind each fact; docs/howto-add/processor.md says how to add a
+row.
 
 >>> find("znver4", 512).loads_per_fma, find("no name that has a row", 256).name
 (2, 'x86-64 of 256 bits')
@@ -16,80 +16,82 @@ from fnmatch import fnmatchcase
 
 from relaxlite.records import dataclass
 
-_PAGE = 4 << 10  # bytes of memory in which a processor's own prefetching goes on
+_PAGE = 4 << 10  # bytes; hardware prefetchers stop at page boundaries
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPlan:
-    """How products of rows of activations with blocked weights read these from memory: a prefetch plan.
+    """Prefetch plan: how contractions with blocked weights read the weights' panels from memory.
 
-    Weights lie in panels, each of several arrays: codes, scales, and others.
+    A panel consists of several arrays: codes, scales, and others.
     """
 
     panels: int
-    """Panels that a GEMV interleaves, at most: it reads a line or a few of each in turn."""
+    """Maximum number of interleaved panels of a GEMV, which reads a few cache lines of each in turn."""
     gemv_bytes: int
-    """Prefetch distance of a GEMV in bytes of a panel; 0: it does not prefetch."""
+    """Prefetch distance of a GEMV in bytes of a panel; 0: no prefetching."""
     gemm_bytes: int
-    """Prefetch distance of a GEMM, of two rows and more, in bytes of a panel; 0: it does not prefetch."""
+    """Prefetch distance of a GEMM, of two or more rows, in bytes of a panel; 0: no prefetching."""
     max_arrays: int = 64
-    """Arrays that are read in turn, at most, of all interleaved panels together."""
+    """Maximum number of arrays of all interleaved panels together."""
     max_vectors: int = 2
-    """Width of a GEMM's register tiles in vectors, at most."""
+    """Maximum width of a GEMM's register tiles, in vectors."""
 
     def interleaved_panels(self, arrays: int) -> int:
-        """How many panels a GEMV interleaves where each is of so many arrays."""
+        """Return the number of panels that a GEMV interleaves if each consists of `arrays` arrays."""
         return max(1, min(self.panels, self.max_arrays // max(arrays, 1)))
 
 
 @dataclass(frozen=True, slots=True)
 class Microarchitecture:
-    """One row: which processors it is of, and their facts. Defaults are of a processor about which nothing is known.
+    """A row of the table: the processors that it describes and their facts. Defaults: an unknown processor.
 
-    Prefetch distances are in bytes ahead of a load; 0: code does not prefetch there.
+    Prefetch distances are in bytes; 0: no prefetching.
     """
 
     name: str
     llvm_names: tuple[str, ...]
-    """LLVM's names of its processors; "znver*" stands for all that begin so."""
+    """Patterns of LLVM's CPU names, such as "znver*"."""
     vector_bits: int = 0
     """Width of the target's vectors; 0: any."""
     is_x86: bool = True
 
     weight_prefetch_bytes: int = 0
-    """Prefetch distance of packed integer weights that are widened as they are read."""
+    """Prefetch distance of packed integer weights that are widened after the load."""
     elementwise_prefetch_bytes: int = 0
-    """Prefetch distance of elementwise loops over several arrays in memory, whose results are stored past the caches.
-    """
+    """Prefetch distance of elementwise loops over several arrays in memory, with nontemporal stores of results."""
     block_prefetch_plan: PrefetchPlan = PrefetchPlan(1, 0, 0)
-    """How blocked weights are read."""
+    """Prefetch plan of blocked weights."""
     panel_prefetch_steps: int = 0
-    """Steps of a sum by which a register tile prefetches its own panel of float weights, beside an even share of the
-    next panel; 0: it prefetches the next panel only (passes/products/panel_prefetch.py)."""
+    """Prefetch distance of a register tile in its own panel of float weights, in steps of the sum.
+
+    The tile also prefetches an even share of the next panel; 0: only that (passes/products/panel_prefetch.py)."""
     page_prefetch_bytes: int = 0
-    """Prefetch distance of keys and values in attention over pages of a KV cache, rounded to whole rows."""
+    """Prefetch distance of keys and values in paged attention, rounded to whole rows."""
     prefetches_next_row: bool = False
-    """Whether softmax, norms and other programs over rows prefetch the next row, and where its result goes, while they
-    compute one. Where not, rows may overlap (passes/schedule/cpu/pipelined_rows.py)."""
+    """Whether softmax, norms and other row programs prefetch the next row and its destination during a row.
+
+    Otherwise rows may overlap (passes/schedule/cpu/pipelined_rows.py)."""
     hides_conversions: bool = False
-    """Whether vectors are widened beside FMAs at no cost, so that each register tile may widen its weights again."""
+    """Whether widening of vectors overlaps with FMAs at no cost, so that each register tile may widen its weights."""
     adds_beside_fmas: bool = False
-    """Whether vector additions issue beside as many FMAs, or dot products of int16 pairs, at no cost."""
+    """Whether as many vector additions as FMAs, or as dot products of int16 pairs, issue in parallel at no cost."""
     loads_per_fma: int = 1
-    """Loads from the first cache, of vectors or of elements for all lanes, that issue in the time of one FMA. A
-    prefetch counts as one. Asked where additions issue beside FMAs."""
+    """Loads from the L1 cache, of vectors or broadcast elements, that issue in the time of one FMA.
+
+    A prefetch counts as a load. Used if additions issue in parallel with FMAs."""
     has_fast_bf16_dots: bool = False
-    """Whether bfloat16 dot products, where there are any, have twice the rate of float32 FMAs."""
+    """Whether bfloat16 dot products, if supported, have twice the rate of float32 FMAs."""
     interleaves_rows: bool = False
-    """Whether dp4a groups of several rows are issued in turn (passes/products/blocks_interleaved.py)."""
+    """Whether row interleaving of dp4a groups pays (passes/products/blocks_interleaved.py)."""
 
     def fits(self, llvm_name: str, vector_bits: int, is_x86: bool) -> bool:
-        """Whether it is the row of a processor, if none before it is."""
-        has_its_vectors = self.vector_bits in (0, vector_bits) and self.is_x86 == is_x86
-        return has_its_vectors and any(fnmatchcase(llvm_name, pattern) for pattern in self.llvm_names)
+        """Whether the row matches a processor; the first matching row counts."""
+        has_vectors = self.vector_bits in (0, vector_bits) and self.is_x86 == is_x86
+        return has_vectors and any(fnmatchcase(llvm_name, pattern) for pattern in self.llvm_names)
 
 
-_IN_TURN = PrefetchPlan(4, 1024, 1024)  # of all vectors of 256 bits
+_PLAN256 = PrefetchPlan(4, 1024, 1024)  # of all processors with 256-bit vectors
 
 _ZEN_4 = Microarchitecture(
     "Zen 4",
@@ -117,17 +119,17 @@ _ZEN_5 = Microarchitecture(
 )
 _ZEN_3 = Microarchitecture(
     "Zen 3",
-    ("znver3", "znver2", "znver1", "bdver?", "btver2"),  # the older ones are taken to be like it
+    ("znver3", "znver2", "znver1", "bdver?", "btver2"),  # older ones are assumed to be similar
     256,
     elementwise_prefetch_bytes=1024,
-    block_prefetch_plan=_IN_TURN,
+    block_prefetch_plan=_PLAN256,
     page_prefetch_bytes=2 * _PAGE,
     hides_conversions=True,
     has_fast_bf16_dots=True,
 )
 _GRANITE_RAPIDS = Microarchitecture(
     "Granite Rapids",
-    ("graniterapids", "graniterapids-d"),  # virtual machines may hide so much that LLVM takes it for a rocketlake
+    ("graniterapids", "graniterapids-d"),  # in virtual machines that hide features, LLVM detects a rocketlake
     512,
     weight_prefetch_bytes=4 * _PAGE,
     block_prefetch_plan=PrefetchPlan(4, 768, _PAGE),
@@ -143,19 +145,19 @@ MICROARCHITECTURES: tuple[Microarchitecture, ...] = (
     replace(_ZEN_3, name="Zen 3, other vectors", vector_bits=0, block_prefetch_plan=PrefetchPlan(1, 0, 0),
             page_prefetch_bytes=0),
     _ZEN_4,
-    replace(_ZEN_4, name="Zen 4, 256 bits", vector_bits=256, block_prefetch_plan=_IN_TURN, adds_beside_fmas=False),
+    replace(_ZEN_4, name="Zen 4, 256 bits", vector_bits=256, block_prefetch_plan=_PLAN256, adds_beside_fmas=False),
     replace(_ZEN_4, name="Zen 4, 128 bits", vector_bits=128, block_prefetch_plan=PrefetchPlan(1, 0, 0),
             adds_beside_fmas=False),
     _ZEN_5,
     replace(_ZEN_5, name="Zen 5, 128 bits", vector_bits=128, adds_beside_fmas=False),
-    replace(_AMD, name="AMD of 256 bits", vector_bits=256, block_prefetch_plan=_IN_TURN, page_prefetch_bytes=2 * _PAGE),
+    replace(_AMD, name="AMD of 256 bits", vector_bits=256, block_prefetch_plan=_PLAN256, page_prefetch_bytes=2 * _PAGE),
     replace(_AMD, page_prefetch_bytes=0),
-    # Those of Intel are taken to be like a Granite Rapids where they have not been measured.
+    # Intel processors that have not been measured are assumed to be similar to Granite Rapids.
     replace(_GRANITE_RAPIDS, name="Ice Lake-SP", llvm_names=("icelake-server",)),
     replace(_GRANITE_RAPIDS, name="Sapphire Rapids", llvm_names=("sapphirerapids", "emeraldrapids")),
     _GRANITE_RAPIDS,
     replace(_GRANITE_RAPIDS, name="Intel of 512 bits", llvm_names=("*",)),
-    Microarchitecture("x86-64 of 256 bits", ("*",), 256, weight_prefetch_bytes=4 * _PAGE, block_prefetch_plan=_IN_TURN,
+    Microarchitecture("x86-64 of 256 bits", ("*",), 256, weight_prefetch_bytes=4 * _PAGE, block_prefetch_plan=_PLAN256,
                       page_prefetch_bytes=2 * _PAGE),
     Microarchitecture("x86-64 of 128 bits", ("*",), 128, weight_prefetch_bytes=4 * _PAGE,
                       block_prefetch_plan=PrefetchPlan(1, 4 * _PAGE, 4 * _PAGE)),
@@ -164,5 +166,5 @@ MICROARCHITECTURES: tuple[Microarchitecture, ...] = (
 
 
 def find(llvm_name: str, vector_bits: int, *, is_x86: bool = True) -> Microarchitecture:
-    """The row of a processor: the first that fits."""
+    """Return the first row that matches a processor."""
     return next(row for row in MICROARCHITECTURES if row.fits(llvm_name, vector_bits, is_x86))

@@ -18,7 +18,7 @@ from relaxlite.codegen.bytecode import compile_functions
 from relaxlite.codegen.kernel_cache import open_cache, sources_key
 from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, compile_support
 from relaxlite.errors import InvalidArgumentError
-from relaxlite.garbage import without_collections
+from relaxlite.garbage import with_gc_disabled
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
 from relaxlite.ir.attributes import INPUT_NAMES, OUTPUT_NAMES
 from relaxlite.ir.builder import result_types
@@ -114,7 +114,7 @@ def compile(
     return Executable(data, threads=threads)
 
 
-@without_collections
+@with_gc_disabled
 def build(
     module: IRModule,
     target: str | Target = "llvm",

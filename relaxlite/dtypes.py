@@ -1,6 +1,6 @@
-"""Element types: names as in NumPy, sizes, and what may be done with them.
+"""Element types of tensors: names as in NumPy, sizes, kinds and conversions to NumPy.
 
-A dtype is a plain string in the IR ("float32", "int64", "bool", ...).
+In the IR, a dtype is a string ("float32", "int64", "bool", ...).
 """
 
 from __future__ import annotations
@@ -23,37 +23,39 @@ _ITEMSIZE: dict[DType, int] = {name: dtype.itemsize for name, dtype in _NUMPY.it
 
 @cache
 def _bfloat16() -> np.dtype:
-    """Imported with the first use: 2 MB of memory that most models do not need."""
+    """Return the dtype bfloat16; ml_dtypes is imported on first use, to save memory (docs/measurements/frontend.md)."""
     import ml_dtypes
 
     return np.dtype(ml_dtypes.bfloat16)
 
 
 def to_numpy(dtype: DType) -> np.dtype:
-    """The NumPy dtype of an element type; KeyError for an unknown name."""
+    """Return the NumPy dtype of an element type. KeyError for an unknown name."""
     return _bfloat16() if dtype == "bfloat16" else _NUMPY[dtype]
 
 
 @cache
 def from_numpy(dtype: np.dtype | type) -> DType | None:
-    """The element type of a NumPy dtype, or None when relaxlite has none for it (strings, objects, complex)."""
+    """Return the element type of a NumPy dtype, or None if there is none (strings, objects, complex)."""
     name = np.dtype(dtype).name
     return name if name in _ITEMSIZE else None
 
 
 def itemsize(dtype: DType) -> int:
-    """Bytes per element."""
+    """Return the number of bytes of an element."""
     return _ITEMSIZE[dtype]
 
 
 def is_float(dtype: DType) -> bool:
+    """Whether a dtype is a floating-point type."""
     return dtype in FLOATS
 
 
 def is_integer(dtype: DType) -> bool:
-    """True for signed and unsigned integers, not for bool."""
+    """Whether a dtype is a signed or unsigned integer type; bool is not."""
     return dtype in INTEGERS
 
 
 def is_signed(dtype: DType) -> bool:
+    """Whether a dtype has negative values: signed integers and floats."""
     return dtype in SIGNED or dtype in FLOATS

@@ -1,6 +1,6 @@
-"""Every error that relaxlite raises on purpose, in one hierarchy.
+"""Hierarchy of the errors that relaxlite raises.
 
-A message names the operand, the shapes, the place (ONNX node, Python line) and one hint.
+A message names the operand, the shapes, the source location (ONNX node, Python line) and gives one hint.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ class RelaxliteError(Exception):
 
 
 class InvalidArgumentError(RelaxliteError, ValueError):
-    """A public function was given a value it cannot take."""
+    """An argument of a public function has an invalid value."""
 
 
 class TypeInferenceError(RelaxliteError, TypeError):
-    """Operands do not fit an operator: wrong rank, dtype or shapes that cannot agree."""
+    """Operands of an op have a wrong rank, a wrong dtype or incompatible shapes."""
 
 
 class VerifyError(RelaxliteError):
-    """A module breaks a rule of the IR; says which rule, where, and after which pass."""
+    """A module violates a rule of the IR; names the rule, the place, and the pass that ran before."""
 
 
 class ParseError(RelaxliteError, SyntaxError):
-    """Text is not a relaxlite module; says the line and column (`lineno`, `offset`, `text` as in any SyntaxError)."""
+    """Text is no valid module; gives line and column (`lineno`, `offset`, `text` as in any SyntaxError)."""
 
     def __str__(self) -> str:
-        return str(self.msg)  # which shows the place already
+        return str(self.msg)  # the message contains line and column
 
 
 class ScheduleError(RelaxliteError, ValueError):
-    """A schedule primitive cannot be applied; names the loop or buffer, the access that forbids it, and one hint."""
+    """A schedule primitive is not legal; names the loop or buffer, the access that prevents it, and one hint."""
 
 
 class PassError(RelaxliteError):
-    """A compiler pass failed; names the pass and the piece of IR."""
+    """A compiler pass failed; names the pass and shows an excerpt of the IR."""
 
 
 class ValidationError(RelaxliteError):
-    """A pass, or the compiled code, changes what a module computes; names it, the sizes, the result and the files."""
+    """A pass or the compiled code changes a module's results; names the pass, sizes, result and dumped files."""
 
 
 class CodegenError(RelaxliteError):
-    """A tensor program could not be turned into machine code; names the program."""
+    """Code generation of a tensor program failed; names the program."""
 
 
 class ImportModelError(RelaxliteError):
@@ -50,19 +50,19 @@ class ImportModelError(RelaxliteError):
 
 
 class UnsupportedOpsError(ImportModelError):
-    """A model uses operators that the importer does not know; lists all of them."""
+    """A model uses ops that the importer does not support; lists all of them."""
 
 
 class ArtifactError(RelaxliteError):
-    """A saved artifact is truncated, corrupted, foreign, or of another version or CPU."""
+    """A saved model is truncated, corrupted, in another format, or of another version or CPU."""
 
 
 class ExecutionError(RelaxliteError):
-    """Running a compiled model failed."""
+    """The execution of a compiled model failed."""
 
 
 class LibraryError(RelaxliteError):
-    """A library that a model calls, or a routine of it, is not there; names what to install or to register."""
+    """A library that a model calls, or a routine of the library, is missing; names what to install or register."""
 
 
 class InputError(ExecutionError, ValueError):
@@ -70,23 +70,23 @@ class InputError(ExecutionError, ValueError):
 
 
 class ShapeMismatchError(ExecutionError):
-    """A run-time shape check (MatchShape) failed: names tensor, dimension, expected and got."""
+    """A run-time shape check (MatchShape) failed; names tensor, dimension, expected and actual size."""
 
 
 class OutOfBoundsError(ExecutionError):
-    """The interpreter found an access outside a buffer: the program lacks a check that machine code relies on."""
+    """The interpreter of tensor programs found an access outside a buffer, which machine code does not check."""
 
 
 class OutOfMemoryError(ExecutionError, MemoryError):
-    """A tensor or an arena needs more memory than can be had, or its size overflows 64 bits."""
+    """An allocation of a tensor or an arena failed, or its size overflows 64 bits."""
 
 
 class CacheFullError(ExecutionError):
-    """A cache of keys and values has no pages left for the tokens that a step adds; nothing has changed."""
+    """A KV cache has too few free pages for the new tokens of a step; the cache is unchanged."""
 
 
 class NoFolderError(RelaxliteError):
-    """What is kept on disk has no folder, as this user has no home folder; names the variable that chooses one."""
+    """There is no cache folder, as the user has no home folder; names the environment variable that sets one."""
 
 
 class FetchError(RelaxliteError):

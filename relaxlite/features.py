@@ -1,6 +1,6 @@
-"""What processors may have, by LLVM's names: which of it compiled code may use, so that it must be there at run time.
+"""Classification of LLVM's CPU features: which ones compiled code may use, so that processors must have them.
 
-LLVM calls other things features too ("evex512", "prefer-256-bit"), which no processor says of itself.
+LLVM's features also include tuning flags ("evex512", "prefer-256-bit"), which processors do not report.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _X86 = (
     "amx-bf16", "amx-fp16", "amx-complex", "amx-fp8", "amx-tf32", "amx-avx512", "amx-movrs", "egpr", "push2pop2",
     "ppx", "ndd", "ccmp", "nf", "cf", "zu",
 )  # fmt: skip
-# Those that every LLVM finds on a machine of that kind.
+# Features that every version of LLVM detects on such machines.
 _AARCH64 = ("fp-armv8", "neon", "crc", "lse", "sve", "sve2")
 
-# What code may use, by the first part of the triple.
-USED: Mapping[str, tuple[str, ...]] = {
+# Features that compiled code may use, by architecture, the first part of the triple.
+CODEGEN_FEATURES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("x86_64", "amd64", "i386", "i686"), _X86),
     **dict.fromkeys(("aarch64", "arm64"), _AARCH64),
 }
-# LLVM 20 says "evex512" of a processor with registers of 512 bits, later ones do not know it.
-NO_INSTRUCTIONS = frozenset(("evex512",))
-# Instructions of x86 that only systems and the like ask for: compiled code never has them. Virtual machines hide many.
-NEVER_USED = frozenset(
+# Features without instructions: LLVM 20 reports "evex512" for 512-bit registers, later versions do not know it.
+TUNING_FLAGS = frozenset(("evex512",))
+# Features for operating systems and the like, which compiled code never uses. Virtual machines hide many of them.
+SYSTEM_FEATURES = frozenset(
     (
         "cldemote", "clflushopt", "clwb", "clzero", "enqcmd", "fsgsbase", "fxsr", "hreset", "invpcid", "kl", "lwp",
         "movdir64b", "movdiri", "mwaitx", "pconfig", "pku", "prefetchi", "ptwrite", "rdpid", "rdpru", "rdrnd", "rdseed",

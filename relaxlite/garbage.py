@@ -1,4 +1,4 @@
-"""Compiling without collections of cyclic garbage, which go through all objects of the process again and again."""
+"""Suspension of Python's cyclic garbage collector, whose collections traverse all objects of the process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def without_collections(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, with the collector off while it runs. For what makes many objects, nearly all of which stay until
-    its end: importing and compiling MiniLM-L6 takes 10 to 15 % less time, and more in a process with many objects."""
+def with_gc_disabled(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: run a function with the cyclic garbage collector disabled.
+
+    For functions that allocate many objects, most of which live until the end (docs/measurements/frontend.md).
+    """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        was_on = gc.isenabled()
+        was_enabled = gc.isenabled()
         gc.disable()
         try:
             return function(*args, **kwargs)
         finally:
-            if was_on:
+            if was_enabled:
                 gc.enable()
 
     return run

@@ -1,5 +1,4 @@
-"""`relaxlite.load`: a compiled model opened, or an ONNX file, which is compiled once and kept. The compiler is imported
-only when something is compiled."""
+"""`relaxlite.load`: load compiled models, or ONNX files by the model cache. Imports the compiler only to compile."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
     from relaxlite.frontend.onnx.symbols import Bounds, DynamicShapes
     from relaxlite.passes.schedule.tuning import Tuning
 
-EXTERNAL_DATA = "external_data"  # where an imported model's provenance names files that lie beside it
-_CHECKPOINT, _ONNX = b"GGUF", b"\x08"  # how such files begin: ONNX with the version of its IR, a varint
+EXTERNAL_DATA = "external_data"  # key of an imported model's provenance: names of its external data files
+_CHECKPOINT, _ONNX = b"GGUF", b"\x08"  # magic number of GGUF; the first field of an ONNX file, its IR version
 
 
 def load(
@@ -37,18 +36,18 @@ def load(
     tuning: str | os.PathLike[str] | Tuning | None = None,
     libraries: Sequence[str] | str | None = None,
 ) -> Executable:
-    """Open a saved model, or an ONNX file.
+    """Load a saved model or an ONNX file.
 
-    An ONNX file is compiled for this processor when it is opened for the first time, with these options of `from_onnx`
-    and `compile`, and again when it, its external data, an option or relaxlite has changed; what it compiles to is kept
-    on disk (`relaxlite cache` shows it), where the next process finds it and loads no compiler.
+    An ONNX file is compiled for this processor, with these options of `from_onnx` and `compile`, and cached on disk
+    (see `relaxlite cache`). Later processes load the cached model without the compiler, until the file, its external
+    data, an option or relaxlite changes.
 
-    `threads`: how many threads work on one parallel loop, in the whole process. `verify`: check every byte of large
-    weights too, which reads the whole file. Raises ArtifactError when a saved model is damaged or needs another
-    machine, InvalidArgumentError for an option that it does not take, and what `from_onnx` and `compile` raise.
+    threads: number of threads of a parallel loop, in the whole process. verify: also check every byte of large weights,
+    which reads the whole file. Raises ArtifactError for a saved model that is damaged or for another machine,
+    InvalidArgumentError for options of compilation with a saved model, and the errors of `from_onnx` and `compile`.
     """
     source = Path(path_text(path))
-    given = {
+    values = {
         "dynamic_shapes": dynamic_shapes,
         "bounds": bounds,
         "precision": precision,
@@ -56,18 +55,18 @@ def load(
         "tuning": tuning,
         "libraries": libraries,
     }
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in values.items() if value is not None}
     if not _is_onnx(source):
         if options:
             raise InvalidArgumentError(f"{', '.join(options)}: of a model that is compiled, and '{path}' is already")
         return load_compiled(source, threads=threads, verify=verify)
     if threads is not None:
-        threadpool.set_num_threads(threads)  # before a model is compiled, which may take long
+        threadpool.set_num_threads(threads)  # before a compilation, which may take long
     return Executable(_onnx_data(source, options, verify=verify))
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """InvalidArgumentError: it is no path."""
+    """Return a path as text. Raises InvalidArgumentError if it is no path."""
     try:
         return os.fsdecode(path)
     except TypeError as error:
@@ -79,11 +78,11 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     text = path_text(path)
     if not text or os.path.isdir(text):
         return bool(text) and os.path.exists(Path(text) / "config.json")
-    return _start(Path(text)).startswith(_CHECKPOINT)
+    return _first_bytes(Path(text)).startswith(_CHECKPOINT)
 
 
 def external_data(data: ExecutableData, source: Path) -> list[Path]:
-    """The files beside an ONNX file that it was compiled from."""
+    """Return the external data files that a model was compiled from, beside the ONNX file `source`."""
     return [source.parent / name for name in data.metadata.provenance.get(EXTERNAL_DATA, ())]
 
 
@@ -94,14 +93,14 @@ def _onnx_data(source: Path, options: Mapping[str, Any], *, verify: bool) -> Exe
         from relaxlite.driver import build
         from relaxlite.frontend.onnx import from_onnx
 
-        of_import = {name: options[name] for name in ("dynamic_shapes", "bounds") if name in options}
-        others = {name: value for name, value in options.items() if name not in of_import}
-        return build(from_onnx(source, **of_import), **others)
+        import_options = {name: options[name] for name in ("dynamic_shapes", "bounds") if name in options}
+        compile_options = {name: value for name, value in options.items() if name not in import_options}
+        return build(from_onnx(source, **import_options), **compile_options)
 
     tuning = options.get("tuning")
-    if _has_own_rules() or not (tuning is None or isinstance(tuning, str | os.PathLike)):
+    if _has_user_extensions() or not (tuning is None or isinstance(tuning, str | os.PathLike)):
         return make()
-    return model_cache.find_or_make(
+    return model_cache.load_or_compile(
         source,
         model_cache.MODEL,
         options,
@@ -113,15 +112,15 @@ def _onnx_data(source: Path, options: Mapping[str, Any], *, verify: bool) -> Exe
 
 
 def _is_onnx(source: Path) -> bool:
-    """Whether a file is to be compiled. Raises ArtifactError for a checkpoint."""
-    start = _start(source)
+    """Whether a file is an ONNX model, to be compiled. Raises ArtifactError for a checkpoint."""
+    start = _first_bytes(source)
     if start.startswith(_CHECKPOINT):
         raise ArtifactError(f"cannot load {source}: it is the checkpoint of a language model; use relaxlite.llm.load")
     return start.startswith(_ONNX) or (source.suffix == ".onnx" and os.path.isfile(source) and start != MAGIC)
 
 
-def _start(path: Path) -> bytes:
-    """How a file begins; nothing where it cannot be read, or is a pipe, which could not be read again."""
+def _first_bytes(path: Path) -> bytes:
+    """Return the first bytes of a file; b"" if it cannot be read, or is a pipe, which cannot be read twice."""
     if not os.path.isfile(path):  # Path.is_file() raises OSError for paths that are too long
         return b""
     try:
@@ -131,7 +130,7 @@ def _start(path: Path) -> bytes:
         return b""
 
 
-def _has_own_rules() -> bool:
-    """Whether this process has changed what models compile to, by rules for libraries or converters of its own."""
+def _has_user_extensions() -> bool:
+    """Whether the user has registered library rules or ONNX converters, which change what models compile to."""
     library, registry = (sys.modules.get(name) for name in ("relaxlite.library", "relaxlite.frontend.onnx.registry"))
-    return bool(library and library.registered()) or bool(registry and registry.has_foreign())
+    return bool(library and library.registered()) or bool(registry and registry.has_user_converters())

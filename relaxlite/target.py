@@ -21,7 +21,7 @@ import llvmlite.binding as llvm
 
 from relaxlite.cpus import Microarchitecture, find
 from relaxlite.errors import InvalidArgumentError
-from relaxlite.features import NEVER_USED, USED
+from relaxlite.features import CODEGEN_FEATURES, SYSTEM_FEATURES
 from relaxlite.llvm_names import enabled_features, host_features, is_known_cpu, known_features, unknown_features
 from relaxlite.records import dataclass
 
@@ -85,7 +85,7 @@ class Target:
     def required_features(self) -> tuple[str, ...]:
         """The features, by name, that a processor must have to run code for this target."""
         named = tuple(f[1:] for f in self.features if f[0] == "+")
-        return tuple(filter(self.has, USED.get(self.architecture, named)))
+        return tuple(filter(self.has, CODEGEN_FEATURES.get(self.architecture, named)))
 
     @property
     def runs_here(self) -> bool:
@@ -155,7 +155,7 @@ class Target:
     @property
     def feature_string(self) -> str:
         """As LLVM takes it: without what code must not use since it is not required."""
-        unused = sorted(known_features(NEVER_USED)) if self.is_x86 else ()
+        unused = sorted(known_features(SYSTEM_FEATURES)) if self.is_x86 else ()
         return ",".join([*self.features, *(f"-{name}" for name in unused)])
 
     def __str__(self) -> str:

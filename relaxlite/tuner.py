@@ -39,7 +39,7 @@ from relaxlite.passes.context import DEFAULT_PRECISION, PassContext
 from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products.choice import DEFAULT, ScheduleChoice, axes
-from relaxlite.passes.products.strategy_table import BY_NAME
+from relaxlite.passes.products.strategy_table import ALTERNATIVES
 from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.passes.schedule.tuning import TunedProgram, Tuning, program_key
 from relaxlite.records import dataclass
@@ -211,7 +211,7 @@ def search(task: Task, target: Target) -> TunedProgram | None:
     rules = bench.contender(DEFAULT)
     assert rules is not None  # the first is never refused
     best = rules
-    for axis in axes(target.num_vector_registers, BY_NAME):
+    for axis in axes(target.num_vector_registers, ALTERNATIVES):
         rivals = [result for choice in axis if (result := bench.contender(best.choice.updated(choice))) is not None]
         if not rivals:
             continue

@@ -17,6 +17,7 @@ import pytest
 from relaxlite import models
 from relaxlite.errors import FetchError
 from relaxlite.passes.graph import lower_precision
+from tests.support import tiers
 
 os.environ.setdefault("RELAXLITE_VERIFY_PASSES", "1")  # every compilation of every test proves its IR after each pass
 if "RELAXLITE_KERNEL_CACHE" not in os.environ:  # tests neither use nor fill the cache of whoever runs them
@@ -34,6 +35,19 @@ MANY_TESTS = 5000
 later, it would not find who refers to the generators that it is given."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(tiers.OPTION, action="store_true", help="run all tests, also those that repeat others' work")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.use(config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers.choose(config, items)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave the tests themselves out of all later collections of cyclic garbage, which would go through them."""
     if len(session.items) > MANY_TESTS:
@@ -49,7 +63,7 @@ SLOW_FAILURE_SECONDS = 20.0
 @pytest.fixture
 def in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """`precision="bf16"` rounds to bfloat16, also where whole numbers would be faster."""
-    monkeypatch.setattr(lower_precision, "may_be_words", lambda weights, target: False)
+    monkeypatch.setattr(lower_precision, "may_be_int16", lambda weights, target: False)
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime.artifact import save
 from relaxlite.target import Target
-from tests.support import random_programs
+from tests.support import random_programs, tiers
 from tests.support.both_ways import assert_same_both_ways, interpreted
 from tests.support.ir_text import module
 from tests.support.random_graphs import arguments, assert_same_results, graphs
@@ -697,7 +697,7 @@ def module_of(given: TensorProgram) -> IRModule:
     return bb.module()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(random_programs.maps() | random_programs.reductions() | random_programs.products() | random_programs.rows())
 def test_random_programs_agree_with_the_interpreter(given: TensorProgram) -> None:
     exe = compiled(module_of(given))
@@ -709,11 +709,11 @@ def test_random_programs_agree_with_the_interpreter(given: TensorProgram) -> Non
             random_programs.assert_close(got, want, given.outputs[0].dtype)
 
 
-@pytest.mark.parametrize("poison", ["0", "1"])
+@pytest.mark.parametrize("poison", tiers.few(["1", "0"]))
 def test_random_graphs_agree_with_the_interpreter(monkeypatch: pytest.MonkeyPatch, poison: str) -> None:
     monkeypatch.setenv("RELAXLITE_POISON_MEMORY", poison)
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=tiers.examples(25), deadline=None, suppress_health_check=list(HealthCheck))
     @given(graphs(size=10, control=True))
     def run(given: IRModule) -> None:
         exe = compiled(given)

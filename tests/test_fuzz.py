@@ -21,6 +21,7 @@ from relaxlite.passes.manager import Pass
 from tests.fuzz import runner
 from tests.fuzz.case import check, parse_case, random_case
 from tests.fuzz.shrink import shrunk
+from tests.support import tiers
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
 MODULES, PER_TEST = 300, 30
@@ -41,7 +42,7 @@ def test_what_was_found_once_stays_fixed(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unoptimized")
-@pytest.mark.parametrize("first", range(0, MODULES, PER_TEST))
+@pytest.mark.parametrize("first", tiers.few(range(0, MODULES, PER_TEST)))
 def test_fresh_modules(first: int) -> None:
     for seed in range(first, first + PER_TEST):
         problem = check(random_case(seed))

@@ -8,7 +8,7 @@ import pytest
 
 import relaxlite as rl
 from relaxlite.errors import InvalidArgumentError
-from relaxlite.garbage import without_collections
+from relaxlite.garbage import with_gc_disabled
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.types import TensorType
@@ -16,13 +16,13 @@ from relaxlite.ir.types import TensorType
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_the_collector_is_off_inside_and_as_it_was_afterwards(is_on: bool) -> None:
-    @without_collections
+    @with_gc_disabled
     def inner(fails: bool) -> bool:
         if fails:
             raise ValueError("inside")
         return gc.isenabled()
 
-    @without_collections
+    @with_gc_disabled
     def outer() -> tuple[bool, bool]:
         return inner(False), gc.isenabled()
 

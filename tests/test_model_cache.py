@@ -87,7 +87,7 @@ def test_every_size_and_a_path_of_any_form(compilations: list[Any], cache: Path)
         exe = rl.load(path)
         for n in (0, 1, 3, 17):
             np.testing.assert_array_equal(exe(np.ones((n, 2), np.float32)), np.full((n, 2), 2, np.float32))
-    assert len(compilations) == 1 and [kept.name for kept in model_cache.kept()] == ["model"]
+    assert len(compilations) == 1 and [kept.name for kept in model_cache.cached_models()] == ["model"]
     assert cache.stat().st_mode & 0o077 == 0  # code is run from there
 
 
@@ -98,7 +98,7 @@ def test_a_file_that_is_written_again_is_compiled_again(compilations: list[Any],
         for _ in range(2):
             np.testing.assert_array_equal(rl.load(path)(X), X * factor)
         assert len(compilations) == count + 1
-    assert len(model_cache.kept()) == 1
+    assert len(model_cache.cached_models()) == 1
 
 
 def test_a_file_just_written_is_known_by_its_content(compilations: list[Any]) -> None:
@@ -141,7 +141,7 @@ def test_external_data_just_written_is_not_trusted(compilations: list[Any]) -> N
     path = write("model.onnx", external="weights.bin", age=False)
     for _ in range(2):
         rl.load(path)
-    assert len(compilations) == 2 and not model_cache.kept()
+    assert len(compilations) == 2 and not model_cache.cached_models()
 
 
 def test_a_file_that_changes_while_it_is_compiled_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_a_file_that_changes_while_it_is_compiled_is_not_kept(monkeypatch: pytes
 
     monkeypatch.setattr(driver, "build", slow)
     np.testing.assert_array_equal(rl.load(path)(X), X * 2)
-    assert not model_cache.kept()
+    assert not model_cache.cached_models()
     monkeypatch.setattr(driver, "build", build)
     np.testing.assert_array_equal(rl.load(path)(X), X * 9)
 
@@ -168,7 +168,7 @@ def test_each_combination_of_options_is_kept(compilations: list[Any]) -> None:
         assert rl.load(path, dynamic_shapes={"x": {0: 3}}).inputs[0].shape == (3, 2)
         assert rl.load(path, constant_memory=True, bounds={"n": "1..4"}, libraries="none")(X).shape == (3, 2)
         assert rl.load(path)(X).shape == (3, 2)
-    assert len(compilations) == 4 == len(model_cache.kept())
+    assert len(compilations) == 4 == len(model_cache.cached_models())
 
 
 def test_a_tuning_file_that_changes(compilations: list[Any]) -> None:
@@ -185,7 +185,7 @@ def test_a_tuning_file_that_changes(compilations: list[Any]) -> None:
             rl.load(path)
     assert len(compilations) == 3  # a relative path is one of its own
     rl.load(path, tuning=rl.Tuning({}))
-    assert len(compilations) == 4 and len(model_cache.kept()) == 3
+    assert len(compilations) == 4 and len(model_cache.cached_models()) == 3
 
 
 def test_rules_and_converters_of_this_process_are_neither_kept_nor_missed(compilations: list[Any]) -> None:
@@ -206,14 +206,14 @@ def test_rules_and_converters_of_this_process_are_neither_kept_nor_missed(compil
     finally:
         del registry._converters["of.mine", "Doubled"]
     rl.load(path)
-    assert len(compilations) == 3 and len(model_cache.kept()) == 1
+    assert len(compilations) == 3 and len(model_cache.cached_models()) == 1
 
 
 @pytest.mark.parametrize("damage", ["cut", "byte", "empty", "weights", "no sources"])
 def test_a_kept_file_that_is_damaged_is_made_again(compilations: list[Any], damage: str) -> None:
     path = write("model.onnx")
     rl.load(path)
-    (kept,) = model_cache.kept()
+    (kept,) = model_cache.cached_models()
     content = bytearray(kept.path.read_bytes())
     if damage == "no sources":  # of another program, with the same name
         rl.compile(rl.from_onnx(path)).save(kept.path)
@@ -233,7 +233,7 @@ def test_who_wants_to_see_a_compilation_sees_one(compilations: list[Any], tmp_pa
     for options in ({"dump_dir": str(tmp_path / "dumps")}, {"verify_passes": True}, {"model_cache_mb": 0}):
         with config.override(**options):
             rl.load(path), rl.load(path)
-    assert len(compilations) == 6 and not model_cache.kept() and list((tmp_path / "dumps").iterdir())
+    assert len(compilations) == 6 and not model_cache.cached_models() and list((tmp_path / "dumps").iterdir())
 
 
 def test_a_folder_that_cannot_be_written_to_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,11 +306,11 @@ def test_what_was_not_used_for_longest_goes_first(compilations: list[Any], monke
     monkeypatch.setenv("RELAXLITE_MODEL_CACHE_MB", "4")
     for when, name in enumerate("abc"):
         rl.load(f"{name}.onnx")
-        (place,) = [kept for kept in model_cache.kept() if kept.name == name]
+        (place,) = [kept for kept in model_cache.cached_models() if kept.name == name]
         os.utime(place.path, (OLD + when, OLD + when))
     rl.load("a.onnx")  # now the newest
     rl.load("d.onnx")
-    assert [kept.name for kept in model_cache.kept()] == ["a", "d"] and len(compilations) == 4
+    assert [kept.name for kept in model_cache.cached_models()] == ["a", "d"] and len(compilations) == 4
     monkeypatch.setenv("RELAXLITE_MODEL_CACHE_MB", "1")
     monkeypatch.setattr(artifact, "save", lambda *_: pytest.fail("it is written, to be removed at once"))
     with pytest.warns(
@@ -318,7 +318,7 @@ def test_what_was_not_used_for_longest_goes_first(compilations: list[Any], monke
     ) as said:
         for _ in range(2):
             assert rl.load("b.onnx")(np.ones((2, 512), np.float32)).shape == (2, 512)
-    assert len(said) == 1 and not model_cache.kept()  # not even it
+    assert len(said) == 1 and not model_cache.cached_models()  # not even it
 
 
 def test_what_a_killed_process_left_is_removed_when_it_is_old(cache: Path) -> None:
@@ -349,12 +349,12 @@ def test_a_name_that_is_as_long_as_a_name_may_be(compilations: list[Any]) -> Non
 def test_the_command_line_shares_what_is_kept(compilations: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     path = write("model.onnx")
     assert cli.main(["run", str(path), "--shape", "x=3x2"]) == 0
-    assert len(model_cache.kept()) == 1
+    assert len(model_cache.cached_models()) == 1
     compilations.clear()
     np.testing.assert_array_equal(rl.load(path)(X), X * 2)
     assert not compilations
     assert cli.main(["run", str(path), "--shape", "x=3x2", "--bound", "n=1..4"]) == 0
-    assert len(model_cache.kept()) == 2
+    assert len(model_cache.cached_models()) == 2
 
 
 def test_threads_may_open_one_model_at_once(cache: Path) -> None:
@@ -402,7 +402,7 @@ def test_what_cannot_be_opened(content: Any, options: dict[str, Any], error: typ
         path.write_bytes(content)
     with pytest.raises(error, match=message):
         rl.load(path, **options)
-    assert not model_cache.kept()
+    assert not model_cache.cached_models()
 
 
 def test_a_pipe_is_refused_at_once() -> None:

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 import relaxlite as rl
-from tests.support import model_zoo, ort_reference
+from tests.support import model_zoo, ort_reference, tiers
 from tests.support.both_ways import assert_same_both_ways, interpreted
 
 TOLERANCE = 1e-4
@@ -173,7 +173,22 @@ ZOO: dict[str, tuple[Callable[[], onnx.ModelProto], list[Inputs]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ZOO)
+LARGE = (
+    "all_unnamed",
+    "gpt",
+    "mobilenet",
+    "vit",
+    "unet_transposed",
+    "conformer",
+    "resnet",
+    "relative_positions",
+    "crnn",
+    "swin",
+    "diffusion_block",
+)
+
+
+@pytest.mark.parametrize("name", tiers.only(set(ZOO) - {*LARGE}, ZOO))
 def test_one_compilation_matches_onnxruntime_at_every_shape(name: str) -> None:
     build, cases = ZOO[name]
     proto = build()

@@ -21,7 +21,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import Pass
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime.executable import BUILTINS, Call
-from tests.support import ort_reference
+from tests.support import ort_reference, tiers
 from tests.support.both_ways import assert_same_both_ways, interpreted
 from tests.support.model_inputs import page, planes, scene, speech, table, text_line
 
@@ -213,9 +213,23 @@ FIVE: dict[str, list[Inputs]] = {
 }  # fmt: skip
 
 
-def _cases(models: dict[str, list[Inputs]], slow: tuple[str, ...] = ()) -> list:
+LARGE = (
+    "ppocrv4-det", "ddddocr-common", "open-nsfw-resnet50", "nudenet-yolov8n", "slanet-table", "piper-vits-onnxbaby",
+    "minimind2-small-int8", "smart-turn-qdq", "moonshine-tiny-encoder", "moonshine-tiny-decoder",
+)  # fmt: skip
+"""They take long to compile."""
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.exhaustive] if name in LARGE else []
+
+
+EACH_OF_FIVE = [pytest.param(name, marks=_marks(name)) for name in FIVE]
+
+
+def _cases(models: dict[str, list[Inputs]]) -> list:
     return [
-        pytest.param(name, inputs, id=f"{name}-{_shape(inputs)}", marks=[pytest.mark.slow] if name in slow else [])
+        pytest.param(name, inputs, id=f"{name}-{_shape(inputs)}", marks=_marks(name))
         for name, cases in models.items()
         for inputs in cases
     ]
@@ -236,7 +250,7 @@ def test_one_compilation_serves_every_shape(
     assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", tiers.only(("magika",), FIVE))
 def test_every_stage_verifies_and_its_text_is_a_fixed_point(compiled: Callable[[str], Compiled], name: str) -> None:
     """What a stage has not changed need not be read again; the last module is read as a whole."""
     stages, seen = compiled(name).stages, set[int]()
@@ -255,7 +269,7 @@ def _check_text(module: IRModule, name: str) -> None:
     assert first_difference(parsed, module) is None, name
 
 
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", EACH_OF_FIVE)
 def test_tensors_are_computed_by_kernels_alone(compiled: Callable[[str], Compiled], name: str) -> None:
     """Bytecode calls kernels and the documented builtins, which allocate, bind and check shapes; no library."""
     data = compiled(name).exe.data
@@ -267,7 +281,7 @@ def test_tensors_are_computed_by_kernels_alone(compiled: Callable[[str], Compile
     assert {c.partition(":")[2] for c in calls if c.startswith("kernel:")} == set(data.kernels)
 
 
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", EACH_OF_FIVE)
 def test_host_functions_give_what_the_interpreter_gives(compiled: Callable[[str], Compiled], name: str) -> None:
     exe = compiled(name).exe
     for inputs in FIVE[name][:2]:
@@ -297,10 +311,7 @@ OTHERS: dict[str, list[Inputs]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "inputs"),
-    _cases(OTHERS, slow=("nudenet-yolov8n", "slanet-table", "piper-vits-onnxbaby")),
-)
+@pytest.mark.parametrize(("name", "inputs"), _cases(OTHERS))
 def test_others_of_the_same_kinds(compiled: Callable[[str], Compiled], name: str, inputs: Inputs) -> None:
     model = compiled(name)
     found = ort_reference.errors(model.exe, model.reference, inputs)
@@ -318,7 +329,6 @@ QUANTIZED: dict[str, tuple[float, list[Inputs]]] = {
 last bit, moves the result by percents. onnxruntime's own optimization levels differ by 0.3 %, 5 % and 2 % here."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "inputs"), _cases({name: cases for name, (_, cases) in QUANTIZED.items()}))
 def test_quantized_models(compiled: Callable[[str], Compiled], name: str, inputs: Inputs) -> None:
     model, (tolerance, _) = compiled(name), QUANTIZED[name]

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ LATE_IMPORTS = {
     "relaxlite/cli/compiling.py": {"relaxlite.cli.compiling_llm"},  # the same
     "relaxlite/cli/demo.py": {"relaxlite.cli.demo_pictures"},  # Pillow and the ONNX importer
     "relaxlite/cli/language.py": {"relaxlite.cli.compiling_llm"},  # the compiler, see cli/__init__.py
-    "relaxlite/cli/inspect.py": {"relaxlite.cli.inspecting"},  # the compiler, see cli/__init__.py
+    "relaxlite/cli/inspect.py": {"relaxlite.cli.inspect_ir"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/opening.py": {"relaxlite.cli.compiling"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/profile.py": {"relaxlite.machine"},  # the compiler, see cli/__init__.py
     "relaxlite/dtypes.py": {"ml_dtypes"},  # 2 MB, for bfloat16 only
@@ -86,6 +87,11 @@ LATE_IMPORTS = {
     "relaxlite/runtime/jit.py": {"llvmlite.binding"},  # 67 MB, which running a saved model does without
     "relaxlite/runtime/module.py": {"relaxlite.runtime.profile"},  # with decimals and HTML, for profiles only
 }
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
 
 
 def imported_modules(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
@@ -106,7 +112,7 @@ def test_imports_point_downwards(path: Path) -> None:
     part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     if part == "__init__":
         return
-    names = {name for _, name in imported_modules(ast.parse(path.read_text("utf-8")))}
+    names = {name for _, name in imported_modules(tree_of(path))}
     assert not names & {"relaxlite", "tests", "examples", "bench"}, "name the part of relaxlite"
     above = {name.split(".")[1] for name in names if name.startswith("relaxlite.")} - LAYERS[part] - {part}
     assert not above, f"{path.name} in {part} must not import {sorted(above)}"
@@ -121,7 +127,7 @@ def room_of(module: str) -> str:
 @pytest.mark.parametrize("path", sorted((PACKAGE / "passes").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_between_rooms_point_downwards(path: Path) -> None:
     own = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    tree = ast.parse(path.read_text("utf-8"))
+    tree = tree_of(path)
     hints = {id(n) for node in ast.walk(tree) if is_for_type_checkers(node) for n in ast.walk(node)}
     names = [name for node, name in imported_modules(tree) if id(node) not in hints]
     rooms = {room_of(name) for name in names if name.startswith("relaxlite.passes.")} - {own}
@@ -144,7 +150,7 @@ def test_only_what_stands_above_the_rooms_lies_beside_them() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_stand_at_the_top(path: Path) -> None:
-    tree = ast.parse(path.read_text("utf-8"))
+    tree = tree_of(path)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     late = {name for function in functions for _, name in imported_modules(function)}
     assert late <= LATE_IMPORTS.get(path.relative_to(ROOT).as_posix(), set())
@@ -167,14 +173,14 @@ def test_packages_are_imported_where_they_are_wrapped(package: str, homes: list[
     users = [
         path.relative_to(PACKAGE).as_posix()
         for path in SOURCES
-        if package in {name.split(".")[0] for _, name in imported_modules(ast.parse(path.read_text("utf-8")))}
+        if package in {name.split(".")[0] for _, name in imported_modules(tree_of(path))}
     ]
     assert users == homes
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_examples_use_what_is_public(path: Path) -> None:
-    names = {name for _, name in imported_modules(ast.parse(path.read_text("utf-8")))}
+    names = {name for _, name in imported_modules(tree_of(path))}
     own = {name for name in names if name.startswith("relaxlite.")}
     assert not [name for name in own if "._" in name or name.startswith(("relaxlite.cli", "relaxlite.codegen"))]
 

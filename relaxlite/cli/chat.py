@@ -1,4 +1,4 @@
-"""relaxlite chat: a conversation in the terminal, or with a program at the other end of a pipe."""
+"""relaxlite chat: a conversation in the terminal, or over a pipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from relaxlite.cli.generate import stats_text
 from relaxlite.cli.language import argument_text, check_stdin, generation_options, open_language_model
-from relaxlite.cli.wording import as_typed
+from relaxlite.cli.wording import with_option_names
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.generation import Result
 from relaxlite.llm.model import LanguageModel
@@ -25,7 +25,7 @@ HELP = """\
 /help    this text
 /exit    end; Ctrl-D does too
 Ctrl-C stops a reply."""
-REPLY_ROOM = 256  # tokens of the context that are left to a reply, where there are that many
+REPLY_TOKENS = 256  # of the context that are reserved for a reply, at most half of the context
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -35,11 +35,11 @@ def execute(args: argparse.Namespace) -> None:
         raise InvalidArgumentError(f"{llm.description.name} has no chat template; `relaxlite generate` needs none")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
-        with contextlib.suppress(ImportError):  # not on every platform
+        with contextlib.suppress(ImportError):  # not available on every platform
             import readline  # noqa: F401  (lets `input` edit lines)
         print(f"{llm.description.name}, a context of {llm.context} tokens. /help says more.")
     system = argument_text(args.system) if args.system else None
-    wording = partial(as_typed, args=args)
+    wording = partial(with_option_names, args=args)
     conversation = Conversation(llm, system, generation_options(args), is_terminal=is_terminal, wording=wording)
     conversation.run()
     if conversation.failures and not is_terminal:
@@ -47,7 +47,10 @@ def execute(args: argparse.Namespace) -> None:
 
 
 class Conversation:
-    """`wording`: of an error's text."""
+    """A conversation with a language model: reads lines, runs commands and prints replies.
+
+    `wording` converts error texts. `messages` and `failures` count messages, and those whose reply was an error.
+    """
 
     def __init__(
         self,
@@ -62,10 +65,10 @@ class Conversation:
         self._start = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._start)
         self._last: Result | None = None
-        self.messages = self.failures = 0  # how many were given, and how many of them got an error for a reply
+        self.messages = self.failures = 0
 
     def run(self) -> None:
-        """Until the end of the input."""
+        """Process lines until the end of the input, or /exit."""
         for line in self._lines():
             text = line.strip()
             if text == "/exit":
@@ -103,20 +106,20 @@ class Conversation:
         return HELP if text == "/help" else f"There is no command {text}.\n{HELP}"
 
     def _reply(self, text: str) -> None:
-        """Answer, or say why not; then the message counts as not written."""
+        """Print a reply, or an error; a message without a reply is removed from the conversation."""
         before = list(self._messages)
         self.messages += 1
         self._messages.append({"role": "user", "content": text})
         try:
             with _interruptible() as interruption:
-                self._make_room()
+                self._drop_old_turns()
                 stream = self._llm.chat(self._messages, stream=True, **self._options)
                 for piece in stream:
                     interruption.waits = True
                     print(piece, end="", flush=True)
                     if interruption.came:
                         break
-        except KeyboardInterrupt:  # nothing was said yet, or a second one
+        except KeyboardInterrupt:  # before the first token, or a second Ctrl-C
             self._messages = before
             print("\n(stopped)", flush=True)
             return
@@ -131,26 +134,26 @@ class Conversation:
         self._last = stream.result()
         self._messages.append({"role": "assistant", "content": self._last.text})
 
-    def _make_room(self) -> None:
-        """Forget the oldest turns where the context has no room for a reply, and say so."""
-        given = self._options["max_new_tokens"]
-        wanted = min(given or REPLY_ROOM, self._llm.context // 2)
-        if given and self._options["overflow"] == "error":
-            wanted = given  # which a reply is refused without
-        first, kept = len(self._start), list(self._messages)
-        used = len(self._llm.encode_chat(kept))
-        while len(kept) > first + 2 and used + wanted > self._llm.context:
-            del kept[first : first + 2]  # what was said and what was answered
-            used = len(self._llm.encode_chat(kept))
-        gone = len(self._messages) - len(kept)
-        if gone and used < self._llm.context:  # else the last message alone is too long, and is refused
-            self._messages = kept
-            print(f"(the context is full: the {gone} oldest messages are forgotten)", file=sys.stderr, flush=True)
+    def _drop_old_turns(self) -> None:
+        """Drop the oldest turns, with a message, if the context does not have the tokens for a reply."""
+        limit = self._options["max_new_tokens"]
+        reserved = min(limit or REPLY_TOKENS, self._llm.context // 2)
+        if limit and self._options["overflow"] == "error":
+            reserved = limit  # without these tokens, a reply raises an error
+        first, recent = len(self._start), list(self._messages)
+        used = len(self._llm.encode_chat(recent))
+        while len(recent) > first + 2 and used + reserved > self._llm.context:
+            del recent[first : first + 2]  # a message and its reply
+            used = len(self._llm.encode_chat(recent))
+        dropped = len(self._messages) - len(recent)
+        if dropped and used < self._llm.context:  # otherwise the last message alone is too long, an error
+            self._messages = recent
+            print(f"(the context is full: the {dropped} oldest messages are forgotten)", file=sys.stderr, flush=True)
 
 
 @dataclass(slots=True)
 class _Interruption:
-    """Ctrl-C. It interrupts at once, unless it `waits`: then its first press only says that it `came`."""
+    """State of Ctrl-C: it raises KeyboardInterrupt, but if `waits` is set, the first press only sets `came`."""
 
     waits: bool = False
     came: bool = False
@@ -158,15 +161,15 @@ class _Interruption:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[_Interruption]:
-    result = _Interruption()
+    interruption = _Interruption()
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if result.came or not result.waits:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if interruption.came or not interruption.waits:
             raise KeyboardInterrupt
-        result.came = True
+        interruption.came = True
 
-    before = signal.signal(signal.SIGINT, note)
+    old_handler = signal.signal(signal.SIGINT, handle)
     try:
-        yield result
+        yield interruption
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, old_handler)

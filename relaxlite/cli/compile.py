@@ -1,4 +1,4 @@
-"""relaxlite compile: an ONNX model or a checkpoint of a language model into one deployable file."""
+"""relaxlite compile: compile an ONNX model or a language model's checkpoint into one deployable file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.runtime import artifact
 from relaxlite.runtime.executable import TensorSpec
 
-_FEW = 4  # inputs that are alike, and are told one by one
+_FEW = 4  # similar tensors that are shown one by one
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -25,8 +25,8 @@ def execute(args: argparse.Namespace) -> None:
     is_language_model = is_checkpoint(args.model)
     if is_compiled(args.model, suggesting=("onnx", "gguf")):
         raise InvalidArgumentError(f"{args.model!r} is compiled already")
-    if not is_language_model and (given := checkpoint_options(args)):
-        raise InvalidArgumentError(f"{given} of a language model, and {args.model!r} is none")
+    if not is_language_model and (problem := checkpoint_options(args)):
+        raise InvalidArgumentError(f"{problem} of a language model, and {args.model!r} is none")
     _check_inputs(args, is_language_model)
     output = _output(args)
     if is_language_model:
@@ -45,44 +45,44 @@ def execute(args: argparse.Namespace) -> None:
 
 
 def _check_inputs(args: argparse.Namespace, is_language_model: bool) -> None:
-    """Refuse inputs that nothing would be run on."""
-    given = [f"--{name}" for name in ("input", "shape", "range") if getattr(args, name)]
-    if given and is_language_model:
+    """Raise InvalidArgumentError if inputs are given but not used."""
+    options = [f"--{name}" for name in ("input", "shape", "range") if getattr(args, name)]
+    if options and is_language_model:
         raise InvalidArgumentError(
-            f"{given[0]} needs an ONNX file: a language model, as {args.model!r} is, is validated on steps of its own"
+            f"{options[0]} needs an ONNX file: a language model, as {args.model!r} is, is validated on steps of its own"
         )
-    if given and not args.validate:
-        raise InvalidArgumentError(f"{given[0]} describes inputs to validate with: add --validate")
+    if options and not args.validate:
+        raise InvalidArgumentError(f"{options[0]} describes inputs to validate with: add --validate")
 
 
 def _lines(specs: Sequence[TensorSpec]) -> Iterator[str]:
-    """Of several whose names differ by a number alone, as the pools of a language model, the first."""
-    alike = Counter(re.sub(r"\d+$", "#", spec.name) for spec in specs)
+    """Yield a line per tensor, but one line for many whose names differ in a number only, as KV cache pools."""
+    remaining = Counter(re.sub(r"\d+$", "#", spec.name) for spec in specs)
     for spec in specs:
-        kind = re.sub(r"\d+$", "#", spec.name)
-        count = alike.pop(kind, 0)
+        pattern = re.sub(r"\d+$", "#", spec.name)
+        count = remaining.pop(pattern, 0)
         if count > _FEW:
             yield f"{spec} (and {count - 1} more like it)"
         elif count:
-            alike[kind] = count
+            remaining[pattern] = count
             yield str(spec)
 
 
 def _output(args: argparse.Namespace) -> Path:
-    """Where to write to; checked before a long compilation."""
+    """Return the path to write to. Raises RelaxliteError if it cannot be written, before a long compilation."""
     model = Path(args.model).resolve()
     output = Path(args.output or f"{model.name if model.is_dir() else model.stem}.rlx")
     try:
         os.stat(output)
     except FileNotFoundError:
         pass
-    except OSError as error:  # the name is too long, or a part of the path is a file
+    except OSError as error:  # the name is too long, or a parent is a file
         raise RelaxliteError(f"cannot write {str(output)!r}: {error.strerror}") from error
     if output.is_dir():
         raise RelaxliteError(f"cannot write {str(output)!r}: it is a folder; name a file in it")
     if output.exists() and not output.is_file():
         raise RelaxliteError(f"cannot write {str(output)!r}: it is a device or a pipe, no file that could be replaced")
-    folder = Path(os.path.realpath(output)).parent if output.is_symlink() else output.parent  # where a link leads
+    folder = Path(os.path.realpath(output)).parent if output.is_symlink() else output.parent  # of the link's target
     if not folder.is_dir():
         raise RelaxliteError(f"cannot write {str(output)!r}: there is no folder {str(folder)!r}")
     if not os.access(folder, os.W_OK):

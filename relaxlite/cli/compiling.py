@@ -1,4 +1,4 @@
-"""From an ONNX file to a compiled model as the options of the command line say. Imports the compiler."""
+"""Import and compilation of models with the options of the command line. Imports the compiler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from relaxlite.validation.samples import symbol_values
 
 
 def make_context(args: argparse.Namespace) -> PassContext:
-    """Of the target, precision, libraries and tuning that the options name."""
+    """Return a pass context with the target, precision, libraries and tuning of the options."""
     precision = getattr(args, "precision", None) or DEFAULT_PRECISION
     context = PassContext(Target.parse(args.target or "llvm"), precision=precision)
     context.constant_memory = getattr(args, "constant_memory", False)
@@ -47,7 +47,7 @@ def make_context(args: argparse.Namespace) -> PassContext:
 
 
 def import_model(args: argparse.Namespace, context: PassContext) -> IRModule:
-    """The ONNX file `args.model`, with the dimensions and bounds that the options give, or a checkpoint."""
+    """Import the ONNX file `args.model`, with the dimensions and bounds of the options, or a checkpoint."""
     start = time.perf_counter()
     if is_checkpoint(args.model):
         from relaxlite.cli.compiling_llm import import_checkpoint
@@ -62,7 +62,7 @@ def import_model(args: argparse.Namespace, context: PassContext) -> IRModule:
 
 
 def _warn_of_unbounded(module: IRModule) -> None:
-    """--constant-memory plans nothing that depends on a symbol without an upper bound."""
+    """Warn of symbols without an upper bound, for which --constant-memory cannot plan."""
     main = module[ENTRY]
     assert isinstance(main, Function)
     symbols = dict.fromkeys(s for p in main.params for s in defined_symbols(p.ty) if s.upper is None)
@@ -73,11 +73,11 @@ def _warn_of_unbounded(module: IRModule) -> None:
 
 
 def compile_model(args: argparse.Namespace, context: PassContext | None = None) -> ExecutableData:
-    """With a progress bar, where stderr is a terminal, if each pass is validated."""
+    """Import and compile `args.model`; with --validate, show a progress bar if stderr is a terminal."""
     context = context or make_context(args)
     is_validated = getattr(args, "validate", False)
     title = f"validating {Path(args.model).name}"
-    with following_passes(title, context) if is_validated else nullcontext():
+    with pass_progress(title, context) if is_validated else nullcontext():
         module = import_model(args, context)
         validate = is_validated and (_example_inputs(args, module) or True)
         data = build(module, context.target, context=context, validate=validate)
@@ -87,8 +87,10 @@ def compile_model(args: argparse.Namespace, context: PassContext | None = None) 
 
 
 def _example_inputs(args: argparse.Namespace, module: IRModule) -> list[tuple[np.ndarray, ...]]:
-    """The one set of inputs that the options describe, or several of random sizes if these describe just the values, or
-    none if they describe no input."""
+    """Return the sets of inputs for --validate: none if no option describes inputs.
+
+    Of --input and --shape, one set; of --range alone, one for each sample of the symbols' sizes.
+    """
     if not (args.input or args.shape or args.range):
         return []
     main = module[ENTRY]
@@ -96,13 +98,13 @@ def _example_inputs(args: argparse.Namespace, module: IRModule) -> list[tuple[np
     specs = signature_of(main).inputs
     shapes = [args.shape] if args.input or args.shape else _random_shapes(main, [spec.name for spec in specs])
     return [
-        tuple(make_inputs(specs, files=args.input, shapes=given, ranges=args.range, seed=seed).values())
-        for seed, given in enumerate(shapes)
+        tuple(make_inputs(specs, files=args.input, shapes=input_shapes, ranges=args.range, seed=seed).values())
+        for seed, input_shapes in enumerate(shapes)
     ]
 
 
 def _random_shapes(main: Function, names: Sequence[str]) -> list[dict[str, tuple[int, ...]]]:
-    """Shapes of all parameters, at the sizes that the symbols have where nothing is said about inputs."""
+    """Return the shapes of all parameters for each sample of the symbols' sizes."""
     params = zip(names, (p.ty for p in main.params), strict=True)
     dims = {name: ty.shape or () for name, ty in params if isinstance(ty, TensorType)}
     return [
@@ -112,9 +114,11 @@ def _random_shapes(main: Function, names: Sequence[str]) -> list[dict[str, tuple
 
 
 @contextmanager
-def following_passes(title: str, context: PassContext) -> Iterator[Callable[[str], None]]:
-    """A bar that follows the passes: one step to read the model, one for each pass, one for machine code. It is given
-    what to show beside it until the first pass."""
+def pass_progress(title: str, context: PassContext) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar: one step to read the model, one for each pass, one for code generation.
+
+    Yield a function that sets the text beside the bar until the first pass.
+    """
     steps = len(default_pipeline())
     form = "{desc} {bar:24} {n_fmt}/{total_fmt} {postfix}"
     with tqdm(total=steps + 2, desc=title, bar_format=form, leave=False, disable=None) as bar:
@@ -131,18 +135,20 @@ def following_passes(title: str, context: PassContext) -> Iterator[Callable[[str
 
 
 def find_pass(name: str) -> Pass:
+    """Return the pass of this name. Raises InvalidArgumentError for an unknown name."""
     if name not in PASSES:
         raise InvalidArgumentError(f"there is no pass {name!r}; there are {', '.join(PASSES)}")
     return PASSES[name]
 
 
 def show_validations(context: PassContext) -> None:
+    """Print what has been validated."""
     for text in context.validations:
         print(f"validated {text}")
 
 
 def show_timings(args: argparse.Namespace, timings: Iterable[tuple[str, float]]) -> None:
-    """With -v: on stderr, as the output may be for another program."""
+    """With -v, print the time of each pass on stderr."""
     if not getattr(args, "verbose", False):
         return
     rows = list(timings)

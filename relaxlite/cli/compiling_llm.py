@@ -1,11 +1,11 @@
-"""From a checkpoint to a compiled language model as the options of the command line say. Imports the compiler."""
+"""Compilation of language models with the options of the command line. Imports the compiler."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from relaxlite.cli.compiling import following_passes, make_context, show_timings, show_validations
+from relaxlite.cli.compiling import make_context, pass_progress, show_timings, show_validations
 from relaxlite.cli.opening import check_not_onnx
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.ir.module import IRModule
@@ -14,10 +14,10 @@ from relaxlite.runtime.executable import ExecutableData
 
 
 def compile_checkpoint(args: argparse.Namespace) -> ExecutableData:
-    """Compile `args.model`, with a progress bar where stderr is a terminal."""
+    """Compile the checkpoint `args.model`, with a progress bar if stderr is a terminal."""
     check_not_onnx(args)
     context = make_context(args)
-    with following_passes(f"compiling {Path(args.model).name}", context) as show:
+    with pass_progress(f"compiling {Path(args.model).name}", context) as show:
         data = compiling.build(
             args.model,
             context.target,
@@ -34,6 +34,6 @@ def compile_checkpoint(args: argparse.Namespace) -> ExecutableData:
 
 
 def import_checkpoint(args: argparse.Namespace) -> IRModule:
-    """The module of `args.model`, which has no tokenizer: to look at, and for `relaxlite run` and its like."""
+    """Import the checkpoint `args.model` as a module without tokenizer, for `relaxlite inspect`, `run` and similar."""
     check_not_onnx(args)
     return compiling.module_of(read_checkpoint(args.model))

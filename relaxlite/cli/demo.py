@@ -1,4 +1,4 @@
-"""relaxlite demo: a small language model, compiled once, answers; with --pictures, see demo_pictures.py."""
+"""relaxlite demo: compile a small language model and ask it questions; --pictures: see demo_pictures.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relaxlite import models
 from relaxlite.cli.compiling_llm import compile_checkpoint
 from relaxlite.cli.generate import stats_text
 from relaxlite.cli.language import argument_text
-from relaxlite.cli.opening import compile_once, kept_file
+from relaxlite.cli.opening import cached_file, compile_cached
 from relaxlite.cli.sizes import bytes_text
 from relaxlite.llm.model import LanguageModel
 from relaxlite.model_cache import LANGUAGE_MODEL
@@ -31,11 +31,11 @@ def execute(args: argparse.Namespace) -> None:
     print(f"   {path}, {bytes_text(path.stat().st_size)}\n")
     print("2. Compile it, once, for every batch and length, into one file", flush=True)
     start = time.perf_counter()
-    plain = dict.fromkeys(("max_context", "cache_dtype", "quantize", "target", "precision"))
-    options = argparse.Namespace(**{**vars(args), **plain, "model": str(path)})
-    data = compile_once(options, LANGUAGE_MODEL, partial(compile_checkpoint, options))
+    defaults = dict.fromkeys(("max_context", "cache_dtype", "quantize", "target", "precision"))
+    options = argparse.Namespace(**{**vars(args), **defaults, "model": str(path)})
+    data = compile_cached(options, LANGUAGE_MODEL, partial(compile_checkpoint, options))
     seconds = time.perf_counter() - start
-    compiled = kept_file(options, LANGUAGE_MODEL)
+    compiled = cached_file(options, LANGUAGE_MODEL)
     where = f"{compiled}, {bytes_text(compiled.stat().st_size)}, " if compiled else ""
     print(f"   {where}{len(data.kernels)} kernels, in {seconds:.1f} s")
     start = time.perf_counter()
@@ -48,7 +48,7 @@ def execute(args: argparse.Namespace) -> None:
 
 
 def _ask(llm: LanguageModel, questions: tuple[str, ...]) -> None:
-    """One conversation; replies are the likeliest tokens, so that they are always the same."""
+    """Run a conversation with greedy, so deterministic, replies."""
     messages = []
     for question in questions:
         print(f"\n   > {question}\n   ", end="", flush=True)

@@ -1,7 +1,7 @@
-"""relaxlite demo --pictures: one compiled text recogniser reads lines of every width.
+"""relaxlite demo --pictures: recognize text in images of any width with one compiled model.
 
-The model is PP-OCRv4's (PaddleOCR): a picture of one line, 48 pixels high, in; for every eighth column the
-probabilities of 6,625 characters out, to be read by greedy CTC (Graves et al., 2006).
+The model is PP-OCRv4's recognizer (PaddleOCR). Input: an image of one line, 48 pixels high. Output: for every eighth
+column, the probabilities of 6,625 characters, decoded by greedy CTC (Graves et al., 2006).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from relaxlite.runtime.module import Executable
 from relaxlite.target import Target
 
 MODEL = "ppocrv4-rec"
-HEIGHT = 48  # of a line, in pixels: what the model was trained on
-FONT_SIZE, MARGIN = 32, 4  # text fills the line, as after PP-OCR's own detector; wide margins are read as spaces
+HEIGHT = 48  # of a line in pixels, as in the model's training
+FONT_SIZE, MARGIN = 32, 4  # as PP-OCR's detector crops lines; the model reads wide margins as spaces
 LINES = (
     "relaxlite",
     "compiled once",
@@ -39,8 +39,10 @@ LINES = (
 
 @dataclass(frozen=True, slots=True)
 class Line:
+    """An image of a line of text."""
+
     picture: np.ndarray  # (48, width, 3) uint8
-    text: str | None  # what was drawn; None for a picture that was given
+    text: str | None  # the drawn text; None for an image from a file
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -63,7 +65,7 @@ def execute(args: argparse.Namespace) -> None:
 
 
 def _compile(args: argparse.Namespace, path: Path) -> tuple[Executable, list[str]]:
-    """The model, and the characters of its classes."""
+    """Compile the model; return it and the characters of its classes."""
     context = PassContext(Target.host())
     start = time.perf_counter()
     module = from_onnx(path, dynamic_shapes={"x": {0: "batch", 2: "height", 3: "width"}})
@@ -84,11 +86,11 @@ def _compile(args: argparse.Namespace, path: Path) -> tuple[Executable, list[str
 
 def _stages(timings: Sequence[tuple[str, float]], seconds: float) -> list[tuple[str, float]]:
     named = {"import": "read the ONNX file", "codegen": "make machine code"}
-    spent = {text: sum(s for name, s in timings if name == key) for key, text in named.items()}
+    seconds_by_stage = {text: sum(s for name, s in timings if name == key) for key, text in named.items()}
     passes = sum(s for name, s in timings if name not in named)
-    rest = seconds - passes - sum(spent.values())
-    stages = [(named["import"], spent[named["import"]]), ("fuse, schedule and plan memory", passes)]
-    return [*stages, (named["codegen"], spent[named["codegen"]]), ("verify, load and link", rest)]
+    remaining = seconds - passes - sum(seconds_by_stage.values())
+    stages = [(named["import"], seconds_by_stage[named["import"]]), ("fuse, schedule and plan memory", passes)]
+    return [*stages, (named["codegen"], seconds_by_stage[named["codegen"]]), ("verify, load and link", remaining)]
 
 
 def _read_each(exe: Executable, alphabet: Sequence[str], lines: Sequence[Line]) -> list[str]:
@@ -122,7 +124,7 @@ def _read_batch(exe: Executable, alphabet: Sequence[str], lines: Sequence[Line],
 
 
 def draw(text: str) -> Line:
-    """Black text on white."""
+    """Draw a line of black text on white."""
     font = ImageFont.load_default(size=FONT_SIZE)
     picture = Image.new("RGB", (max(16, round(font.getlength(text)) + 2 * MARGIN), HEIGHT), "white")
     ImageDraw.Draw(picture).text((MARGIN, HEIGHT // 2), text, fill="black", font=font, anchor="lm")
@@ -130,7 +132,7 @@ def draw(text: str) -> Line:
 
 
 def open_line(file: str) -> Line:
-    """A picture scaled to the model's height, its proportions kept."""
+    """Read an image and scale it to the model's height. Raises RelaxliteError for an unreadable file."""
     try:
         with Image.open(file) as opened:
             picture = opened.convert("RGB")
@@ -149,7 +151,7 @@ def _save_pictures(lines: Sequence[Line], folder: Path) -> None:
 
 
 def normalize(pictures: Sequence[np.ndarray]) -> np.ndarray:
-    """(48, w, 3) uint8 each -> (n, 3, 48, widest) float32 in -1 .. 1, blue first; zeros pad, as PP-OCR does."""
+    """Convert images (48, w, 3) uint8 to a batch (n, 3, 48, max w) float32 in -1..1, BGR, zero-padded as in PP-OCR."""
     batch = np.zeros((len(pictures), 3, HEIGHT, max(p.shape[1] for p in pictures)), np.float32)
     for row, picture in zip(batch, pictures, strict=True):
         row[:, :, : picture.shape[1]] = picture[:, :, ::-1].transpose(2, 0, 1) / np.float32(127.5) - 1
@@ -157,7 +159,7 @@ def normalize(pictures: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def decode(scores: np.ndarray, alphabet: Sequence[str]) -> tuple[str, float]:
-    """(steps, classes) -> the best class of each step, repeats merged and blanks (class 0) dropped, and how sure."""
+    """Decode scores (steps, classes) by greedy CTC with blank 0; return the text and its mean score."""
     best = scores.argmax(axis=1)
     keep = (best != 0) & np.concatenate([[True], best[1:] != best[:-1]])
     text = "".join(alphabet[c - 1] for c in best[keep])

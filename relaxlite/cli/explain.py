@@ -1,4 +1,4 @@
-"""relaxlite explain: what compiling a model did and why, in the terminal or as one HTML page."""
+"""relaxlite explain: report what compiling a model did and why, in the terminal or as an HTML page."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def execute(args: argparse.Namespace) -> None:
         check_not_compiled(args, output="-o")
         data = open_data(args)
         sizes_of(data.signature.inputs, shapes)
-        result = compiled_summary(name, data)
+        report = compiled_summary(name, data)
     else:
         output = _output(args.output)
         context = make_context(args)
         explanation = explain(import_model(args, context), context.target, name=name, context=context)
         show_timings(args, context.timings)
         sizes = sizes_of(explanation.data.signature.inputs, shapes)
-        result = summary(explanation, sizes)
+        report = summary(explanation, sizes)
         if output is not None:
             output.write_text(page(explanation, sizes, code=not args.no_code), "utf-8")
             print(f"-> {output}, {bytes_text(output.stat().st_size)}")
             return
-    print(json.dumps(result, indent=1) if args.json else summary_text(result), end="\n" if args.json else "")
+    print(json.dumps(report, indent=1) if args.json else summary_text(report), end="\n" if args.json else "")
 
 
 def _output(text: str | None) -> Path | None:
-    """Where to write to; checked before a long compilation."""
+    """Return the path to write to, or None. InvalidArgumentError if it cannot be written, before a long compilation."""
     if text is None:
         return None
     output = Path(text)
@@ -54,7 +54,7 @@ def _output(text: str | None) -> Path | None:
 
 
 def sizes_of(specs: Sequence[TensorSpec], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The symbols' values that shapes of some of the inputs give. Raises InputError for shapes that do not fit."""
+    """Return the values of symbols that the shapes of some inputs determine. Raises InputError for unfit shapes."""
     by_name = {spec.name: spec for spec in specs}
     sizes: dict[str, int] = {}
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""relaxlite fetch: a real model by name; prints where it is."""
+"""relaxlite fetch: download models by name and print their paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""relaxlite generate: what a language model goes on with, as it comes."""
+"""relaxlite generate: continue a text with a language model and stream the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relaxlite.llm.tokenizer import lone_surrogate
 
 
 def execute(args: argparse.Namespace) -> None:
-    prompts = [argument_text(prompt) for prompt in args.prompt] or [_piped()]
+    prompts = [argument_text(prompt) for prompt in args.prompt] or [_stdin_prompt()]
     if args.chat and len(prompts) > 1:
         raise InvalidArgumentError("--chat takes one prompt")
     llm = open_language_model(args)
@@ -37,7 +37,7 @@ def execute(args: argparse.Namespace) -> None:
             print(stats_text(result), file=sys.stderr)
 
 
-def _piped() -> str:
+def _stdin_prompt() -> str:
     check_stdin("generate")
     text = sys.stdin.read()
     if not text:
@@ -48,13 +48,15 @@ def _piped() -> str:
 
 
 def stats_text(result: Result) -> str:
-    """One line: how many tokens, how fast, and why it ended."""
+    """Return a line with token counts, speeds and the reason of the end of a reply."""
     usage, speed = result.usage, result.speed
     reused = f" ({usage.reused_tokens} from the cache)" if usage.reused_tokens else ""
-    guessed = f" ({usage.accepted_tokens} of {usage.drafted_tokens} guesses were right)" if usage.drafted_tokens else ""
+    accepted_drafts = (
+        f" ({usage.accepted_tokens} of {usage.drafted_tokens} guesses were right)" if usage.drafted_tokens else ""
+    )
     forgotten = f" (the oldest {usage.forgotten_tokens} tokens are forgotten)" if usage.forgotten_tokens else ""
     return (
         f"prompt: {usage.prompt_tokens} tokens{reused}, {speed.prefill_tokens_per_s:.1f} tokens/s, first token after "
         f"{speed.first_token_s:.2f} s; reply: {usage.new_tokens} tokens, {speed.decode_tokens_per_s:.1f} tokens/s"
-        f"{guessed}{forgotten}; ended by: {result.finish_reason}"
+        f"{accepted_drafts}{forgotten}; ended by: {result.finish_reason}"
     )

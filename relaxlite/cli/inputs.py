@@ -1,4 +1,4 @@
-"""Input arrays as the command line describes them: from .npy files, or random of a shape and range."""
+"""Input arrays for the command line: from .npy files, or random with a shape and range."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relaxlite.runtime.executable import TensorSpec
 Shape = tuple[int, ...]
 Limits = tuple[int | float, int | float]
 
-INTEGERS: Limits = (0, 1)  # drawn without --range: valid as masks, token types and members of any vocabulary
+DEFAULT_INTEGER_RANGE: Limits = (0, 1)  # valid as masks, token types and tokens of any vocabulary
 _MAGIC = b"\x93NUMPY"
 
 
@@ -28,10 +28,11 @@ def make_inputs(
     shape_option: str = "--shape",
     takes_files: bool = True,
 ) -> dict[str, np.ndarray]:
-    """An array for every input: read from its .npy file, or random, of the shape that is given or follows from others.
+    """Return an array for every input: read from its .npy file, or random, of a given or inferred shape.
 
-    Raises InputError, in words of a command that has `shape_option`, and --input if it takes files. Whether sizes and
-    dtypes fit the model is left to the model.
+    files, shapes, ranges: by name of input. shape_option, takes_files: the options of the command, for error texts.
+    Raises InputError for unknown names, unreadable files, wrong ranks and unknown sizes. Sizes and dtypes are checked
+    when the model runs.
     """
     _check_names(specs, (*files, *shapes, *ranges))
     if twice := sorted(files.keys() & shapes.keys()):
@@ -41,26 +42,26 @@ def make_inputs(
     known = {**shapes, **{name: array.shape for name, array in arrays.items()}}
     _check_ranks(specs, known)
     symbols = _sizes_of_symbols(specs, known)
-    ways = f"say{', or a file with --input' if takes_files else ''}{_step_hint(specs)}"
-    result = {}
+    alternatives = f"say{', or a file with --input' if takes_files else ''}{_step_hint(specs)}"
+    inputs = {}
     for spec in specs:
         array = arrays.get(spec.name)
         if array is None:
-            shape = known[spec.name] if spec.name in known else _shape_from(spec, symbols, shape_option, ways)
+            shape = known[spec.name] if spec.name in known else _shape_from(spec, symbols, shape_option, alternatives)
             array = _random(spec, shape, ranges.get(spec.name), rng)
-        result[spec.name] = array
-    return result
+        inputs[spec.name] = array
+    return inputs
 
 
-def _check_names(specs: Sequence[TensorSpec], given: Iterable[str]) -> None:
+def _check_names(specs: Sequence[TensorSpec], names_given: Iterable[str]) -> None:
     names = [spec.name for spec in specs]
-    for name in given:
+    for name in names_given:
         if name not in names:
             raise InputError(f"the model has no input {name!r}; it has {', '.join(map(repr, names)) or 'none'}")
 
 
 def _check_ranks(specs: Sequence[TensorSpec], shapes: Mapping[str, Shape]) -> None:
-    """Before sizes are taken from the shapes: with too few dimensions, another input would seem to be at fault."""
+    """Raise InputError for a shape of the wrong rank, before sizes of other inputs are inferred from the shapes."""
     for spec in specs:
         shape = shapes.get(spec.name, ())
         if spec.name in shapes and len(shape) != len(spec.shape):
@@ -82,9 +83,9 @@ def _read(path: str, spec: TensorSpec) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"input {spec.name!r}: cannot read {path!r} as a .npy file: {reason}") from error
-    wanted = dtypes.to_numpy(spec.dtype)
-    # NumPy's file format knows no bfloat16: it is stored as bytes without a meaning.
-    return array.view(wanted) if array.dtype.kind == "V" and array.dtype.itemsize == wanted.itemsize else array
+    dtype = dtypes.to_numpy(spec.dtype)
+    # NumPy's file format has no bfloat16: such arrays are stored as raw bytes.
+    return array.view(dtype) if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize else array
 
 
 def _sizes_of_symbols(specs: Sequence[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, int]:
@@ -102,12 +103,12 @@ def _step_hint(specs: Sequence[TensorSpec]) -> str:
     return ""
 
 
-def _shape_from(spec: TensorSpec, sizes: Mapping[str, int], shape_option: str, ways: str) -> Shape:
+def _shape_from(spec: TensorSpec, sizes: Mapping[str, int], shape_option: str, alternatives: str) -> Shape:
     shape = tuple(dim if isinstance(dim, int) else sizes.get(dim, dim) for dim in spec.shape)
     unknown = [dim for dim in shape if isinstance(dim, str)]
     if unknown:
         example = f"{shape_option} {spec.name}={'x'.join(str(dim) if isinstance(dim, int) else '1' for dim in shape)}"
-        raise InputError(f"input {spec}: how large is {unknown[0]!r}? Give {example}, {ways}")
+        raise InputError(f"input {spec}: how large is {unknown[0]!r}? Give {example}, {alternatives}")
     return tuple(int(dim) for dim in shape)
 
 
@@ -115,7 +116,7 @@ def _random(spec: TensorSpec, shape: Shape, limits: Limits | None, rng: np.rando
     dtype = dtypes.to_numpy(spec.dtype)
     try:
         if not dtypes.is_float(spec.dtype):
-            low, high = limits or INTEGERS
+            low, high = limits or DEFAULT_INTEGER_RANGE
             if not isinstance(low, int) or not isinstance(high, int):
                 raise InputError(f"--range {spec.name}={low}..{high}: {spec.dtype} takes whole numbers")
             return np.asarray(rng.integers(low, high, shape, dtype, endpoint=True))

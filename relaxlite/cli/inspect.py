@@ -1,4 +1,4 @@
-"""relaxlite inspect: what a model or a compiled file consists of."""
+"""relaxlite inspect: show the signature, kernels, weights and memory plan of a model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from relaxlite.errors import InvalidArgumentError
 from relaxlite.llm.description import DESCRIPTION, Description
 from relaxlite.runtime.executable import Call, ExecutableData, HostCode, TensorSpec, disassemble
 
-_FIXED = "\x00"
-_LONG = 500  # characters of a formula that are too many to read
-_INSIDE = {"ir": "--ir", "after": "--after", "notes": "--notes", "schedules": "--schedules"}
-_ONNX_ONLY = {**_INSIDE, "embed": "--embed"}
+_NO_BREAK = "\x00"
+_MAX_FORMULA = 500  # characters of a formula that is shown
+_COMPILER_VIEWS = {"ir": "--ir", "after": "--after", "notes": "--notes", "schedules": "--schedules"}
+_ONNX_ONLY = {**_COMPILER_VIEWS, "embed": "--embed"}
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -29,10 +29,10 @@ def execute(args: argparse.Namespace) -> None:
         check_not_compiled(args, **_ONNX_ONLY)
     elif args.verify:
         raise InvalidArgumentError(f"--verify needs a file made by `relaxlite compile`, and {args.model!r} is none")
-    if any(getattr(args, view) for view in _INSIDE):
-        from relaxlite.cli.inspecting import show_inside
+    if any(getattr(args, view) for view in _COMPILER_VIEWS):
+        from relaxlite.cli.inspect_ir import show_ir_view
 
-        return show_inside(args)
+        return show_ir_view(args)
     data = open_data(args, to_run=False)
     if args.bytecode:
         print(disassemble(data), end="")
@@ -44,7 +44,7 @@ def execute(args: argparse.Namespace) -> None:
 
 
 def summary(data: ExecutableData) -> dict[str, Any]:
-    """What the file consists of, as JSON has it."""
+    """Return a summary of a compiled model for JSON."""
     plan = data.metadata.memory_plan
     arena = str(plan.get("arena_bytes", "0"))
     provenance = {k: v for k, v in data.metadata.provenance.items() if k in ("producer", "opset", "assumptions") and v}
@@ -71,7 +71,7 @@ def _host(code: HostCode) -> dict[str, Any]:
 
 
 def _language_model(data: ExecutableData) -> dict[str, Any] | None:
-    """What the file says of a language model; None where it is none."""
+    """Return the description of a language model, or None if the file has none."""
     if DESCRIPTION not in data.attachments:
         return None
     version = data.metadata.provenance.get("step_version")
@@ -84,7 +84,7 @@ def _spec(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _calls_of_kernels(data: ExecutableData) -> dict[str, int]:
-    """How often each kernel stands in the bytecode, most often first."""
+    """Return the number of calls of each kernel in the bytecode, in descending order."""
     calls = Counter(
         instruction.callee.partition(":")[2]
         for function in data.functions.values()
@@ -94,42 +94,42 @@ def _calls_of_kernels(data: ExecutableData) -> dict[str, int]:
     return dict(calls.most_common())
 
 
-def _calls_text(host: dict[str, Any]) -> str:
+def _host_text(host: dict[str, Any]) -> str:
     return f"native, {bytes_text(host['bytes'])}" if host["bytes"] else f"interpreted: {host['reason']}"
 
 
 def _show(data: ExecutableData) -> None:
-    result = summary(data)
+    content = summary(data)
     for title, specs in (("inputs", data.signature.inputs), ("outputs", data.signature.outputs)):
         _show_lines(title, [str(spec) for spec in specs])
-    source = result["source"]
+    source = content["source"]
     parts = [str(source.get("producer", "")), f"opset {source['opset']}" if source.get("opset") else ""]
     _show_lines("source", [", ".join(filter(None, parts))] if any(parts) else [])
-    if (language := result["language_model"]) is not None:
+    if (language := content["language_model"]) is not None:
         facts = ("architecture", "vocab", "context", "stop", *(["chat_template"] if language["chat_template"] else []))
         texts = [f"{name} {'yes' if name == 'chat_template' else language[name]}" for name in facts]
         origin = [f"{name}: {value}" for name, value in language["provenance"].items()]
         _show_lines("language", [", ".join(texts), *origin])
-    target, weights = result["target"], result["weights"]
+    target, weights = content["target"], content["weights"]
     _show_lines("target", [f"{target['cpu']}, {target['triple']}, LLVM {target['llvm']}"])
     _show_lines("weights", [f"{weights['tensors']} tensors, {bytes_text(weights['bytes'])}"])
-    _show_lines("code", [f"{len(result['kernels'])} kernels, {bytes_text(result['object_code_bytes'])}"])
-    others = [f"{name}: {_calls_text(host)}" for name, host in result["other_functions"].items()]
-    _show_lines("calls", [_calls_text(result["host_function"]), *others])
-    _show_lines("memory", _memory_lines(result["arena_bytes"], result["memory"]))
+    _show_lines("code", [f"{len(content['kernels'])} kernels, {bytes_text(content['object_code_bytes'])}"])
+    others = [f"{name}: {_host_text(host)}" for name, host in content["other_functions"].items()]
+    _show_lines("calls", [_host_text(content["host_function"]), *others])
+    _show_lines("memory", _memory_lines(content["arena_bytes"], content["memory"]))
     _show_lines("libraries", [str(library) for library in data.libraries])
-    _show_counts("ops", "in all", result["ops"])
-    _show_counts("kernels", "calls", result["kernels"])
+    _show_counts("ops", "in all", content["ops"])
+    _show_counts("kernels", "calls", content["kernels"])
 
 
 def _memory_lines(arena: int | str, memory: Mapping[str, Any]) -> list[str]:
-    what, most = "for all intermediates of a run", memory["at_most"]
+    what, upper_bound = "for all intermediates of a run", memory["at_most"]
     if isinstance(arena, int):
         lines = [f"{bytes_text(arena)} {what}"]
-    elif most is not None:
-        lines = [f"at most {bytes_text(most)} {what}, whatever the sizes"]
+    elif upper_bound is not None:
+        lines = [f"at most {bytes_text(upper_bound)} {what}, whatever the sizes"]
     else:
-        lines = [f"{what}, in bytes:", *_wrapped(arena)] if len(arena) <= _LONG else [f"{what}:"]
+        lines = [f"{what}, in bytes:", *_wrapped(arena)] if len(arena) <= _MAX_FORMULA else [f"{what}:"]
     if not isinstance(arena, int):
         for example in memory["at"]:
             sizes = ", ".join(f"{name}={size}" for name, size in example["sizes"].items())
@@ -140,18 +140,18 @@ def _memory_lines(arena: int | str, memory: Mapping[str, Any]) -> list[str]:
 
 
 def _wrapped(arena: str) -> list[str]:
-    lines = textwrap.wrap(_with_fixed_groups(arena), 100, break_long_words=False, break_on_hyphens=False)
-    return [line.replace(_FIXED, " ") for line in lines]
+    lines = textwrap.wrap(_mark_unbreakable_spaces(arena), 100, break_long_words=False, break_on_hyphens=False)
+    return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
-def _with_fixed_groups(text: str) -> str:
-    """Spaces at which a line may not break are marked: it may before a "+" outside parentheses, and behind a comma."""
+def _mark_unbreakable_spaces(text: str) -> str:
+    """Mark the spaces at which no line may break: all but those before a "+" outside parentheses and after commas."""
     depth = 0
     signs: list[str] = []
     for sign in text:
         depth += (sign == "(") - (sign == ")")
-        signs.append(_FIXED if sign == " " and depth and signs[-1] != "," else sign)
-    return "".join(signs).replace(" + ", f" +{_FIXED}")
+        signs.append(_NO_BREAK if sign == " " and depth and signs[-1] != "," else sign)
+    return "".join(signs).replace(" + ", f" +{_NO_BREAK}")
 
 
 def _show_lines(title: str, lines: list[str]) -> None:

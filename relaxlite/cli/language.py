@@ -1,4 +1,4 @@
-"""Language models as the command line names them: a compiled file is loaded, a checkpoint compiled and kept."""
+"""Loading of language models by path: compiled files are loaded, checkpoints are compiled and cached on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from relaxlite.cli.opening import checkpoint_options, compile_once, is_checkpoint, is_compiled
+from relaxlite.cli.opening import checkpoint_options, compile_cached, is_checkpoint, is_compiled
 from relaxlite.errors import InvalidArgumentError, RelaxliteError
 from relaxlite.llm.loading import load as load_any
 from relaxlite.llm.model import LOOKUP, LanguageModel, load
@@ -23,11 +23,14 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "se
 
 
 def open_language_model(args: argparse.Namespace) -> LanguageModel:
-    """The language model `args.model`, with `args.threads`."""
+    """Load the language model `args.model`; set the number of threads to `args.threads`.
+
+    Raises RelaxliteError for other files, InvalidArgumentError for options that a compiled file does not take.
+    """
     if args.threads is not None:
-        threadpool.set_num_threads(args.threads)  # before a model is compiled, which may take long
+        threadpool.set_num_threads(args.threads)  # before a compilation, which may take long
     if is_checkpoint(args.model):
-        return LanguageModel.of(compile_once(args, LANGUAGE_MODEL, partial(_compile, args)))
+        return LanguageModel.of(compile_cached(args, LANGUAGE_MODEL, partial(_compile, args)))
     if not is_compiled(args.model):
         if os.path.isfile(args.model) and not os.path.getsize(args.model):
             raise RelaxliteError(f"{args.model!r} is empty")
@@ -35,13 +38,13 @@ def open_language_model(args: argparse.Namespace) -> LanguageModel:
             f"{args.model!r} is no language model: give a file made by `relaxlite compile`, a GGUF file or a folder "
             "with config.json"
         )
-    if given := checkpoint_options(args, "target", "precision"):
-        raise InvalidArgumentError(f"{given}, and {args.model!r} is compiled already")
+    if problem := checkpoint_options(args, "target", "precision"):
+        raise InvalidArgumentError(f"{problem}, and {args.model!r} is compiled already")
     return load(args.model)
 
 
 def check_stdin(command: str) -> None:
-    """InvalidArgumentError without a standard input. What is no text in it is refused where it is used."""
+    """Raise InvalidArgumentError if there is no standard input; set its encoding, with undecodable bytes kept."""
     if sys.stdin is None:
         raise InvalidArgumentError(f"there is no standard input; `relaxlite {command}` reads what it is not given")
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -50,8 +53,10 @@ def check_stdin(command: str) -> None:
 
 
 def argument_text(argument: str) -> str:
-    """Text that the command line gives. Where the locale has no signs for it, as C, Python gives lone surrogates, which
-    stand for its bytes: they are read as UTF-8, if they are that."""
+    """Decode a command-line argument as UTF-8 if the locale, such as C, could not decode it.
+
+    Python gives undecodable bytes of arguments as lone surrogates.
+    """
     if not lone_surrogate(argument):
         return argument
     try:
@@ -71,7 +76,7 @@ def _draft(name: str) -> LanguageModel | str | None:
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What `LanguageModel.generate` and `chat` are given; None leaves it to the model."""
+    """Return keyword arguments for `LanguageModel.generate` and `chat`; None: the model's default."""
     return {
         "max_new_tokens": args.max_tokens,
         "stop": tuple(map(argument_text, args.stop)),

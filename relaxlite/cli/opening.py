@@ -1,4 +1,4 @@
-"""Models as the command line names them: a compiled file is loaded, others are compiled once and kept."""
+"""Loading of models by path: compiled files are loaded, other models are compiled and cached on disk."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _OPTIONS = (*_ONNX_OPTIONS, "max_context", "cache_dtype", "quantize")
 
 
 def open_model(args: argparse.Namespace) -> Executable:
-    """An executable of `args.model`, with `args.threads`."""
+    """Return an executable of `args.model`; set the number of threads to `args.threads`."""
     if args.threads is not None:
-        threadpool.set_num_threads(args.threads)  # before a model is compiled, which may take long
+        threadpool.set_num_threads(args.threads)  # before a compilation, which may take long
     if is_compiled(args.model):
         return Executable(open_data(args))
-    return Executable(compile_once(args, model_cache.MODEL, partial(open_data, args)))
+    return Executable(compile_cached(args, model_cache.MODEL, partial(open_data, args)))
 
 
-def compile_once(args: argparse.Namespace, kind: str, make: Callable[[], ExecutableData]) -> ExecutableData:
-    """What `args.model` compiles to: kept from before, or as `make` makes it. With -v it is made.
+def compile_cached(args: argparse.Namespace, kind: str, make: Callable[[], ExecutableData]) -> ExecutableData:
+    """Return compiled `args.model` from the model cache, or compile it by `make`; with -v it is always compiled.
 
     `kind`: MODEL or LANGUAGE_MODEL of model_cache.
     """
     if getattr(args, "verbose", False):
         return make()
     tuning = getattr(args, "tuning", None)
-    return model_cache.find_or_make(
+    return model_cache.load_or_compile(
         Path(args.model),
         kind,
         _options(args),
@@ -48,19 +48,19 @@ def compile_once(args: argparse.Namespace, kind: str, make: Callable[[], Executa
     )
 
 
-def kept_file(args: argparse.Namespace, kind: str) -> Path | None:
-    """Where what `compile_once` gave is kept, if it is."""
-    place = model_cache.place_of(Path(args.model), kind, _options(args))
-    return place.path if place is not None and os.path.exists(place.path) else None
+def cached_file(args: argparse.Namespace, kind: str) -> Path | None:
+    """Return the path of the model cache's file for `args.model`, or None if there is none."""
+    cache_entry = model_cache.cache_entry(Path(args.model), kind, _options(args))
+    return cache_entry.path if cache_entry is not None and os.path.exists(cache_entry.path) else None
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Those that are given, by other names than in Python, where they are written in another way."""
+    """Return the given options by name; "--" tells them from those of `relaxlite.load`, whose values differ in form."""
     return {f"--{name}": value for name in _OPTIONS if (value := getattr(args, name, None))}
 
 
 def open_data(args: argparse.Namespace, *, to_run: bool = True) -> ExecutableData:
-    """What `args.model` holds, or compiles to. `to_run=False`: a compiled file may be for another machine."""
+    """Load or compile `args.model`, without the model cache. `to_run=False` permits files for another machine."""
     if not is_compiled(args.model):
         from relaxlite.cli.compiling import compile_model
 
@@ -70,44 +70,51 @@ def open_data(args: argparse.Namespace, *, to_run: bool = True) -> ExecutableDat
 
 
 def is_compiled(path: str, *, suggesting: Sequence[str] = ("onnx", "rlx", "gguf")) -> bool:
-    """Whether a file is, or says that it is, made by `relaxlite compile`. Raises RelaxliteError if there is none, and
-    for a folder, of which it suggests a file with one of these endings."""
-    result = Path(path)
-    if not path or not result.exists():
+    """Whether a file is a compiled model, by its magic number or its name's ending, .rlx.
+
+    Raises RelaxliteError if there is no file, and for a folder that is no checkpoint; the error suggests a file in the
+    folder with one of the endings `suggesting`.
+    """
+    file_path = Path(path)
+    if not path or not file_path.exists():
         raise RelaxliteError(f"there is no file {path!r}")
     if is_checkpoint(path):
         return False
-    if result.is_dir():
-        inside = sorted(file for ending in suggesting for file in result.glob(f"*.{ending}"))
+    if file_path.is_dir():
+        inside = sorted(file for ending in suggesting for file in file_path.glob(f"*.{ending}"))
         hint = f"give the path of a model in it, as {str(inside[0])!r}" if inside else "give the path of a model in it"
-        if (result / "adapter_config.json").exists():
+        if (file_path / "adapter_config.json").exists():
             hint = "merge the adapter (LoRA) that it holds into its model"
         raise RelaxliteError(f"{path!r} is a folder; {hint}")
-    if result.suffix == ".safetensors" or result.name == "config.json":
-        raise RelaxliteError(f"{path!r} is one file of a Hugging Face folder; give the folder, {str(result.parent)!r}")
-    if result.suffix == ".rlx" or not result.is_file():  # what is read from a pipe cannot be read again
-        return result.suffix == ".rlx"
-    with open(result, "rb") as file:
+    if file_path.suffix == ".safetensors" or file_path.name == "config.json":
+        raise RelaxliteError(
+            f"{path!r} is one file of a Hugging Face folder; give the folder, {str(file_path.parent)!r}"
+        )
+    if file_path.suffix == ".rlx" or not file_path.is_file():  # a pipe cannot be read twice
+        return file_path.suffix == ".rlx"
+    with open(file_path, "rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
 def checkpoint_options(args: argparse.Namespace, *more: str) -> str:
-    """Which options are given that make sense only where a language model is compiled: "--quantize needs a checkpoint",
-    or "". `more` names some, by attribute, that are such here."""
-    known = ("max_context", "cache_dtype", "quantize", *more)
-    names = [f"--{name.replace('_', '-')}" for name in known if getattr(args, name)]
-    return f"{' and '.join(names)} {'needs' if len(names) == 1 else 'need'} a checkpoint" if names else ""
+    """Return an error text about given options that only a checkpoint takes: "--quantize needs a checkpoint", or "".
+
+    `more`: attributes of further options that only a checkpoint takes.
+    """
+    attributes = ("max_context", "cache_dtype", "quantize", *more)
+    options = [f"--{name.replace('_', '-')}" for name in attributes if getattr(args, name)]
+    return f"{' and '.join(options)} {'needs' if len(options) == 1 else 'need'} a checkpoint" if options else ""
 
 
 def check_not_onnx(args: argparse.Namespace) -> None:
-    """Refuse options that make sense for an ONNX file only."""
+    """Raise InvalidArgumentError if options for ONNX files only are given."""
     for name, option in (("dynamic_shape", "--dynamic-shape"), ("bound", "--bound")):
         if getattr(args, name, None):
             raise InvalidArgumentError(f"{option} needs an ONNX file, and {args.model!r} is a language model")
 
 
 def check_not_compiled(args: argparse.Namespace, **options: str) -> None:
-    """Refuse options (by attribute) that make sense for an ONNX file only."""
+    """Raise InvalidArgumentError if any of these options (attribute -> option) is given for a compiled model."""
     for name, option in options.items():
         if getattr(args, name, None):
             raise InvalidArgumentError(f"{option} needs an ONNX file, and {args.model!r} is compiled already")

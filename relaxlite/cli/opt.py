@@ -1,4 +1,4 @@
-"""relaxlite opt: text of a module in, passes, text out."""
+"""relaxlite opt: run passes on a module's text and print the resulting module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from relaxlite.cli.compiling import find_pass, make_context, show_timings
 from relaxlite.errors import ParseError, RelaxliteError, VerifyError
-from relaxlite.ir import ops  # noqa: F401  (the parser looks them up)
+from relaxlite.ir import ops  # noqa: F401  (registers the ops for the parser)
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.parser import parse_module
 from relaxlite.ir.printer import print_module
@@ -51,7 +51,7 @@ def _read(file: str) -> IRModule:
 
 
 def _check_stage(module: IRModule, first: Pass) -> None:
-    """The module must be at the level that the first pass is given in the pipeline."""
+    """Raise RelaxliteError unless the module is at the level of the first pass's input in the pipeline."""
     pipeline = default_pipeline()
     position = [step.name for step in pipeline].index(first.name)
     stage = pipeline[position - 1].stage if position else "graph"

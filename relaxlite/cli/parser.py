@@ -1,4 +1,4 @@
-"""Every command and its arguments, on one page. Values are read and checked here; nothing heavy is imported."""
+"""Arguments of every command, with parsing and checks of their values. Imports neither compiler nor runtime."""
 
 from __future__ import annotations
 
@@ -12,47 +12,50 @@ from relaxlite.records import dataclass
 from relaxlite.version import __version__
 
 Number = int | float
-QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # those of frontend/llm/quantize.py
-PRECISIONS = ("auto", "float32", "bf16", "int8", "int12", "int16")  # those of passes/graph/lower_precision.py
-CACHE_DTYPES = ("float32", "float16", "int8")  # those of frontend/llm/step.py
-OVERFLOW, LOOKUP = ("error", "slide"), "lookup"  # those of llm/model.py
-_LARGEST = (1 << 63) - 1  # of a size
+QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # as in frontend/llm/quantize.py
+PRECISIONS = ("auto", "float32", "bf16", "int8", "int12", "int16")  # as in passes/graph/lower_precision.py
+CACHE_DTYPES = ("float32", "float16", "int8")  # as in frontend/llm/step.py
+OVERFLOW, LOOKUP = ("error", "slide"), "lookup"  # as in llm/model.py
+_MAX_SIZE = (1 << 63) - 1
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
+    """A command: its help texts and the function that adds its arguments."""
+
     summary: str
     detail: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
 
 class _Parser(argparse.ArgumentParser):
-    gathers: str | None = None  # an argument that takes words behind options too, where argparse stops looking for any
+    intermixed: str | None = None  # a positional argument whose words may also follow options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        result, rest = super().parse_known_args(args, namespace)
-        if self.gathers is not None:
-            words = [word for word in rest if not word.startswith("-")]
-            setattr(result, self.gathers, [*getattr(result, self.gathers), *words])
-            rest = [word for word in rest if word.startswith("-")]
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}{self._nearest(rest)}")
-        return result, rest
+        parsed, unparsed = super().parse_known_args(args, namespace)
+        if self.intermixed is not None:
+            words = [word for word in unparsed if not word.startswith("-")]
+            setattr(parsed, self.intermixed, [*getattr(parsed, self.intermixed), *words])
+            unparsed = [word for word in unparsed if word.startswith("-")]
+        if unparsed:
+            self.error(f"unrecognized arguments: {' '.join(unparsed)}{self._nearest(unparsed)}")
+        return parsed, unparsed
 
     def _nearest(self, words: list[str]) -> str:
-        """A hint, where the first option among them looks like one that there is."""
+        """Return a hint if the first option among these words is similar to an existing one, else ""."""
         known = [option for option in self._option_string_actions if option.startswith("--")]
-        given = next((word.partition("=")[0].replace("_", "-") for word in words if word.startswith("-")), "")
-        close = difflib.get_close_matches(given, known, n=1)
+        unknown = next((word.partition("=")[0].replace("_", "-") for word in words if word.startswith("-")), "")
+        close = difflib.get_close_matches(unknown, known, n=1)
         return f"; did you mean {close[0]}?" if close else ""
 
     def error(self, message: str) -> NoReturn:
-        """One line instead of the whole usage."""
+        """Exit with a one-line message instead of the whole usage."""
         self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` says more)\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = _Parser(
         prog="relaxlite",
         description="Compile models whose sizes are known only when they run, and run them.",
@@ -114,7 +117,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
 def _generate(parser: argparse.ArgumentParser) -> None:
     _add_language_model(parser)
     parser.add_argument("prompt", nargs="*", help="text to go on from; several run as one batch; none: standard input")
-    parser.gathers = "prompt"  # type: ignore[attr-defined]
+    parser.intermixed = "prompt"  # type: ignore[attr-defined]
     parser.add_argument("--chat", action="store_true", help="the prompt is a message, put into the chat template")
     parser.add_argument("--stats", action="store_true", help="print tokens and speed on stderr")
     _add_generation_options(parser)
@@ -508,7 +511,7 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
 
 
 class Named(argparse.Action):
-    """NAME=VALUE, repeated, as a dict. Names may hold any sign; with split="first" all but "=", and values any."""
+    """Collects repeated NAME=VALUE as a dict, split at the last "=", or at the first with split="first"."""
 
     def __init__(self, *args: Any, parse: Callable[[str], Any], split: str = "last", **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "default": {}})
@@ -516,37 +519,37 @@ class Named(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, item: Any, option_string: str | None = None) -> None:
         name, sign, text = item.partition("=") if self._split == "first" else item.rpartition("=")
-        result = getattr(namespace, self.dest)
+        values = getattr(namespace, self.dest)
         try:
             if not sign or not name:
                 raise argparse.ArgumentTypeError(f"{item!r} is not of the form {self.metavar}")
-            if name in result:
+            if name in values:
                 raise argparse.ArgumentTypeError(f"{name!r} is given twice")
-            setattr(namespace, self.dest, {**result, name: self._parse(text)})
+            setattr(namespace, self.dest, {**values, name: self._parse(text)})
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentError(self, str(error)) from None
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """ "1x128" or "1,128" -> (1, 128); "" -> ()."""
+    """Parse a shape: "1x128" or "1,128" -> (1, 128); "" -> ()."""
     if text and not re.fullmatch(r"\d+([x,]\d+)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 1x128")
     return tuple(map(int, re.findall(r"\d+", text)))
 
 
 def dimensions(text: str) -> list[int | str | None]:
-    """ "batch,3,?" -> ["batch", 3, None]; "" -> []."""
+    """Parse dimensions: "batch,3,?" -> ["batch", 3, None]; "" -> []."""
     dims = [d.strip() for d in text.split(",")] if text else []
     if "" in dims:
         raise argparse.ArgumentTypeError(f"{text!r} has an empty dimension; write ? to keep one")
     for d in dims:
-        if re.fullmatch(r"[+-]?\d+", d) and not (d.isdecimal() and int(d) <= _LARGEST):
+        if re.fullmatch(r"[+-]?\d+", d) and not (d.isdecimal() and int(d) <= _MAX_SIZE):
             raise argparse.ArgumentTypeError(f"{d!r} in {text!r} is no size: write a number from 0, a name, or ?")
     return [None if d == "?" else int(d) if d.isdecimal() else d for d in dims]
 
 
 def limits(text: str) -> tuple[Number, Number]:
-    """ "0..30000" -> (0, 30000); "-1..0.5" -> (-1, 0.5)."""
+    """Parse a range: "0..30000" -> (0, 30000); "-1..0.5" -> (-1, 0.5)."""
     match = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})", text, re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a range such as 0..100 or -1..0.5")
@@ -563,7 +566,7 @@ def _bound(text: str) -> str:
 
 
 def _case(text: str) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """ "ids=1x128;mask=1x128" -> itself, and the shapes by name."""
+    """Parse "ids=1x128;mask=1x128"; return the text and the shapes by name."""
     shapes = {}
     for item in filter(None, (part.strip() for part in text.split(";"))):
         name, _, dims = item.rpartition("=")
@@ -579,10 +582,10 @@ def _number(text: str) -> float:
     return float(text)
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def _at_least(minimum: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum}")
         return int(text)
 
     return parse

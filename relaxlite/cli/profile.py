@@ -1,4 +1,4 @@
-"""relaxlite profile: where the time of a model goes, kernel by kernel, beside what the machine could do."""
+"""relaxlite profile: measure the time of each kernel of a model, compared with the machine's roofline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def execute(args: argparse.Namespace) -> None:
 
 
 def _limits(args: argparse.Namespace) -> MachineLimits:
-    """As measured before; measuring needs the compiler."""
+    """Return the machine's limits, measured now if they have not been; measuring imports the compiler."""
     known = None if args.measure else load_limits()
     if known is not None:
         return known

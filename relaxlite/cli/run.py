@@ -1,4 +1,4 @@
-"""relaxlite run: a model on arrays from files, or random ones."""
+"""relaxlite run: run a model on arrays from files or random arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from relaxlite.cli.inputs import make_inputs
 from relaxlite.cli.opening import open_model
 
-MAX_SHOWN = 8  # elements of an output that is printed whole
+MAX_SHOWN = 8  # larger outputs are summarized
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -52,7 +52,7 @@ def _summary(array: np.ndarray) -> str:
 
 
 def _save(outputs: Mapping[str, np.ndarray], folder: Path) -> dict[str, Path]:
-    """Each file appears whole or not at all. Gives the path of each output."""
+    """Write each output to a file atomically and return the files' paths."""
     paths = {name: folder / file for name, file in file_names(outputs).items()}
     for name, path in paths.items():
         temporary = folder / f".{os.urandom(8).hex()}.tmp"
@@ -66,13 +66,13 @@ def _save(outputs: Mapping[str, np.ndarray], folder: Path) -> dict[str, Path]:
 
 
 def file_names(names: Iterable[str]) -> dict[str, str]:
-    """A file name for each tensor: signs that file systems have uses for become "_", and no two are equal."""
+    """Return a unique file name for each tensor, with "_" for characters that file systems reserve."""
     result: dict[str, str] = {}
     for name in names:
-        plain = re.sub(r"[^\w.-]", "_", name).lstrip(".") or "_"
-        unique, count = plain, 0
+        stem = re.sub(r"[^\w.-]", "_", name).lstrip(".") or "_"
+        unique, count = stem, 0
         while f"{unique}.npy".lower() in (file.lower() for file in result.values()):
             count += 1
-            unique = f"{plain}_{count}"
+            unique = f"{stem}_{count}"
         result[name] = f"{unique}.npy"
     return result

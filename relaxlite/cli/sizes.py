@@ -1,10 +1,10 @@
-"""Numbers as a person reads them."""
+"""Formatting of sizes for people."""
 
 from __future__ import annotations
 
 
 def bytes_text(count: int) -> str:
-    """ "512 bytes", "97.0 kB", "1.2 MB": decimal units, as file managers and disks count."""
+    """Format a number of bytes in decimal units: "512 bytes", "97.0 kB", "1.2 MB"."""
     size, unit = float(count), "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
         if size < 999.95:

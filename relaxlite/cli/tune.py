@@ -1,4 +1,4 @@
-"""relaxlite tune: search schedules for a model's kernels by measuring them, and keep what is faster in a file."""
+"""relaxlite tune: search schedules for a model's kernels by measurement, and save the faster ones in a file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Errors of the Python interface in the words of the command line: `--max-tokens` is what people typed there, not
-`max_new_tokens`."""
+"""Rewording of the Python API's error texts for the command line: `--max-tokens` for `max_new_tokens`."""
 
 from __future__ import annotations
 
@@ -14,16 +13,16 @@ _OPTIONS = {
     )
 } | {"max_new_tokens": "--max-tokens"}  # fmt: skip
 _NAME = "|".join(_OPTIONS)
-_SET = re.compile(rf"(?<![-\w])({_NAME})=(?:'([^']*)'|\"([^\"]*)\"|(\w+))")
-_NAMED = re.compile(rf"^({_NAME})(?= must )|(?<![-\w'])({'|'.join(n for n in _OPTIONS if '_' in n)})(?![-\w(='])")
+_ASSIGNMENT = re.compile(rf"(?<![-\w])({_NAME})=(?:'([^']*)'|\"([^\"]*)\"|(\w+))")
+_MENTION = re.compile(rf"^({_NAME})(?= must )|(?<![-\w'])({'|'.join(n for n in _OPTIONS if '_' in n)})(?![-\w(='])")
 
 
-def as_typed(text: str, args: argparse.Namespace) -> str:
-    """The text with options of a command in place of arguments in Python: `--overflow slide` for overflow='slide'."""
+def with_option_names(text: str, args: argparse.Namespace) -> str:
+    """Replace Python arguments in a text by the command's options: overflow='slide' by `--overflow slide`."""
 
-    def option(found: re.Match[str]) -> str:
-        name, *values = (group for group in found.groups() if group is not None)
+    def option(match: re.Match[str]) -> str:
+        name, *values = (group for group in match.groups() if group is not None)
         typed = _OPTIONS[name]
-        return " ".join([typed, *values]) if hasattr(args, typed[2:].replace("-", "_")) else found[0]
+        return " ".join([typed, *values]) if hasattr(args, typed[2:].replace("-", "_")) else match[0]
 
-    return _NAMED.sub(option, _SET.sub(option, text))
+    return _MENTION.sub(option, _ASSIGNMENT.sub(option, text))

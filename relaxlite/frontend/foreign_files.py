@@ -1,10 +1,10 @@
-"""What a file is that was given as a model and is none, by its first bytes: people often have one of these instead."""
+"""Recognition of file formats that are mistaken for models, by their first bytes, for error messages."""
 
 from __future__ import annotations
 
-ENOUGH_BYTES = 512  # of a file's beginning
+SIGNATURE_BYTES = 512  # of a file that `describe_foreign` needs
 
-_BEGINNINGS = (  # offset, bytes, what begins so
+_SIGNATURES = (  # (offset, bytes, description and hint)
     (0, b"version https://git-lfs", "a Git LFS pointer, not the file that it stands for: `git lfs pull` fetches that"),
     (4, b"ORTM", "a model in onnxruntime's own format: give the ONNX file that it was made of"),
     (4, b"TFL3", "a TensorFlow Lite model: convert it to ONNX, as with tf2onnx"),
@@ -18,11 +18,11 @@ _BEGINNINGS = (  # offset, bytes, what begins so
 
 
 def describe_foreign(head: bytes) -> str | None:
-    """What a file with these first bytes is, and what to do; None where that is not known."""
-    for offset, magic, what in _BEGINNINGS:
+    """Return a description of a file by its first bytes, with a hint; None for an unknown format."""
+    for offset, magic, description in _SIGNATURES:
         if head[offset : offset + len(magic)] == magic:
-            return what
-    text = head[:ENOUGH_BYTES].lstrip().lower()
+            return description
+    text = head[:SIGNATURE_BYTES].lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html")):
         return "a web page: the download gave a page about the file, or an error, and not the file"
     return None

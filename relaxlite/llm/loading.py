@@ -55,5 +55,5 @@ def load(
 
         return build(path, **options)  # type: ignore[arg-type]
 
-    data = model_cache.find_or_make(Path(path), model_cache.LANGUAGE_MODEL, options, make, verify=verify)
+    data = model_cache.load_or_compile(Path(path), model_cache.LANGUAGE_MODEL, options, make, verify=verify)
     return LanguageModel.of(data, cache_bytes=cache_bytes)

@@ -29,7 +29,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.errors import ArtifactError
-from relaxlite.garbage import without_collections
+from relaxlite.garbage import with_gc_disabled
 from relaxlite.runtime import cpu
 from relaxlite.runtime.executable import (
     ENTRY,
@@ -112,7 +112,7 @@ def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-@without_collections
+@with_gc_disabled
 def load(path: str | os.PathLike[str], *, verify: bool = False, to_run: bool = True) -> ExecutableData:
     """Load a saved model. ArtifactError for a damaged file, or one that this machine cannot run.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from relaxlite.errors import ArtifactError, RelaxliteError
-from relaxlite.features import NEVER_USED, NO_INSTRUCTIONS
+from relaxlite.features import SYSTEM_FEATURES, TUNING_FLAGS
 from relaxlite.runtime import jit, linker
 from relaxlite.runtime.code_memory import EXECUTABLE, CodeMemory
 from relaxlite.runtime.executable import TargetInfo
@@ -139,8 +139,8 @@ def lacking(features: Iterable[str]) -> list[str]:
     Features that CPUID detection misses are looked up in LLVM where it is installed. ArtifactError where only LLVM can
     tell (processors other than x86) and is not installed.
     """
-    detected = _cpuid_features()
-    ignored = NEVER_USED | NO_INSTRUCTIONS
+    detected = _own_features()
+    ignored = SYSTEM_FEATURES | TUNING_FLAGS
     undetected = [name for name in features if name not in ignored and not detected.get(name, False)]
     if not undetected:
         return []
@@ -162,7 +162,7 @@ def name() -> str:
 
 
 @cache
-def _cpuid_features() -> Mapping[str, bool]:
+def _own_features() -> Mapping[str, bool]:
     """Features that CPUID reports; empty for other processors than x86."""
     if not linker.is_supported():
         return {}

@@ -122,14 +122,14 @@ def _routine(info: LibraryInfo, symbol: str) -> tuple[int, object]:
         routine = _ROUTINE(_trampoline(function))
         return ctypes.cast(routine, ctypes.c_void_p).value or 0, routine
     if info.name == TILES:
-        _request_amx_permission()
+        _ask_for_tiles()
         return 1, None
     library = _open(info.name, info.file)
     return _symbol(library, info.name, symbol), library
 
 
 @cache
-def _request_amx_permission() -> None:
+def _ask_for_tiles() -> None:
     """Request permission for AMX tile state from Linux, once per process. LibraryError where it is denied."""
     permitted = sys.platform == "linux" and ctypes.CDLL(None).syscall(*_REQUEST_AMX_TILES) == 0
     if not permitted:

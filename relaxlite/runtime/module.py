@@ -19,7 +19,7 @@ import numpy as np
 
 from relaxlite import config, dtypes
 from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
-from relaxlite.garbage import without_collections
+from relaxlite.garbage import with_gc_disabled
 from relaxlite.runtime import artifact, scratch, threadpool
 from relaxlite.runtime.executable import ENTRY, Bound, ExecutableData, TensorSpec, bound_problem, disassemble
 from relaxlite.runtime.host import HostFailedError
@@ -46,7 +46,7 @@ class Specs(tuple[TensorSpec, ...]):
 class Executable:
     """A compiled model. May be called from several threads at once."""
 
-    @without_collections
+    @with_gc_disabled
     def __init__(self, data: ExecutableData, *, threads: int | None = None, is_checked: bool = False) -> None:
         """`is_checked`: `artifact.load` has found the bytecode valid, and the code to run here; else an ArtifactError
         says where it is not, or why."""

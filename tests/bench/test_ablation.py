@@ -20,6 +20,7 @@ def test_the_parts_are_passes_of_the_pipeline() -> None:
     assert {name for part in ablation.PARTS.values() for name in part} <= set(PASSES)
 
 
+@pytest.mark.exhaustive
 def test_each_step_computes_the_same() -> None:
     rng, module = np.random.default_rng(0), build_decoder(TINY)
     cache = [rng.standard_normal((2, 2, 3, 8)).astype(np.float32) for _ in range(2)]

@@ -81,7 +81,14 @@ def test_a_quick_run_writes_json_and_markdown(
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(143)], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "stop",
+    [
+        pytest.param(KeyboardInterrupt(), id="Ctrl-C"),
+        pytest.param(SystemExit(143), id="SIGTERM", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_an_interrupted_run_writes_what_it_has_measured(
     stop: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

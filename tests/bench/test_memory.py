@@ -10,6 +10,7 @@ from bench.decoder import DecoderConfig
 from bench.memory import GOALS, OVER_MIN, PAGE, Pool, measure, phases, plan_of, run_with_pool, saving, table
 from relaxlite.ir.symbolic import SymVar, sym
 from relaxlite.passes.memory.plan import MemoryPlan, PlannedTensor
+from tests.support import tiers
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_the_decoder_needs_less_than_the_pool_and_little_more_than_the_least(pla
     assert "less than the pool" in table(phase, rows)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tiers.examples(60), deadline=None)
 @given(st.integers(1, 64), st.integers(1, 2048), st.integers(0, 2048))
 def test_the_arena_is_near_the_least_at_every_size(plan: MemoryPlan, batch: int, seq: int, past: int) -> None:
     values = {"batch": batch, "seq": seq, "past": past}

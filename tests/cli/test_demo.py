@@ -15,6 +15,7 @@ from PIL import Image
 
 from relaxlite import cli
 from relaxlite.cli import demo_pictures as demo
+from tests.support import tiers
 from tests.support.paths import ROOT
 
 
@@ -29,6 +30,7 @@ def shown(model_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     return done.stdout, folder / "pictures"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.models
 def test_every_line_is_read_to_the_letter_at_its_own_width(shown: tuple[str, Path]) -> None:
     rows = re.findall(r"^ +(\d+)x48 +[\d.]+ +\d+%  (.*)$", shown[0], re.MULTILINE)
@@ -77,7 +79,9 @@ def test_text_and_pictures_can_be_given(
 # Without the model
 
 
-@pytest.mark.parametrize("variables", [{"PIP_NO_INDEX": "1"}, {"PIP_INDEX_URL": "http://127.0.0.1:9/simple"}])
+@pytest.mark.parametrize(
+    "variables", tiers.few([{"PIP_NO_INDEX": "1"}, {"PIP_INDEX_URL": "http://127.0.0.1:9/simple"}])
+)
 def test_without_a_network_it_says_so_and_how_to_go_on(tmp_path: Path, variables: dict[str, str]) -> None:
     environment = {**os.environ, "RELAXLITE_CACHE": str(tmp_path), "PIP_CONFIG_FILE": os.devnull, **variables}
     command = [sys.executable, "-m", "relaxlite.cli", "demo", "--pictures"]

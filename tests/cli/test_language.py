@@ -29,12 +29,13 @@ from relaxlite.cli.chat import Conversation
 from relaxlite.cli.generate import stats_text
 from relaxlite.cli.inputs import _step_hint
 from relaxlite.cli.sizes import bytes_text
-from relaxlite.cli.wording import as_typed
+from relaxlite.cli.wording import with_option_names
 from relaxlite.llm import compiling
 from relaxlite.llm.model import load
 from relaxlite.passes.context import PassContext
 from relaxlite.runtime import artifact
 from relaxlite.version import STEP_VERSION
+from tests.support import tiers
 from tests.support.paths import ROOT
 from tests.support.tiny_llm import made, random_logits, save_folder, scripted
 
@@ -161,7 +162,7 @@ def test_the_cache_of_keys_and_values_has_a_dtype(run: Run, tmp_path: Path) -> N
     assert len(llm.generate("abc", max_new_tokens=5, stop_tokens=()).tokens) == 5
 
 
-@pytest.mark.parametrize("precision", ["int8", "int16", "float32"])
+@pytest.mark.parametrize("precision", tiers.few(["int8", "int16", "float32"]))
 def test_generate_takes_a_precision(run: Run, folder: Path, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     build = compiling.build
@@ -556,6 +557,7 @@ def test_a_model_without_a_template_is_refused(run: Run, monkeypatch: pytest.Mon
 # The demo
 
 
+@pytest.mark.exhaustive
 @pytest.mark.models
 def test_the_demo_answers(model_path: Callable[[str], Path], tmp_path: Path) -> None:
     model_path(demo.MODEL)
@@ -588,4 +590,4 @@ def test_errors_are_in_the_words_of_the_command_line() -> None:
         ("input 'top_k' and my_top_k(x)", "input 'top_k' and my_top_k(x)"),
         ("cache_dtype='int8' max_context", "cache_dtype='int8' max_context"),  # this command has no such options
     ):
-        assert as_typed(text, args) == wanted
+        assert with_option_names(text, args) == wanted

@@ -41,6 +41,7 @@ def expected(values: list[tuple[int, int, int]], narrow: str | None = None) -> n
     return np.array([f.astype(narrow) if narrow else f for f in found]).astype(np.float32)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cpu", ["", " -mcpu=x86-64-v3", " -mcpu=x86-64-v2"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 15, 23, 24, 31])
 def test_every_field_of_a_word(size: int, cpu: str) -> None:

@@ -71,6 +71,7 @@ def numbers(buffer: Buffer) -> Any:
     return rng.standard_normal(shape).astype(ml_dtypes.bfloat16 if buffer.dtype == "bfloat16" else np.float32)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["beside", "apart", "same"])
 @pytest.mark.parametrize("name", DOT_PRODUCTS)
 @pytest.mark.parametrize("target", [HOST, PORTABLE], ids=["host", "portable"])
@@ -110,6 +111,7 @@ def words_program(lanes: int, kind: LoopKind, *, a: str, b: str, is_masked: bool
     return TensorProgram(tuple(buffers.values()), (N,), body)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("a", ["loaded", "same", "made", "literal"])
 @pytest.mark.parametrize("b", ["loaded", "same", "made", "literal"])
 @pytest.mark.parametrize("target", [HOST, PORTABLE, NARROW], ids=["host", "portable", "avx2 with vnni"])
@@ -219,6 +221,7 @@ def lookup_program(lanes: int, kind: LoopKind, how: str, is_masked: bool) -> Ten
     return TensorProgram((a, out), (N,), body)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", ["loaded", "same", "literal"])
 @pytest.mark.parametrize("target", [HOST, PORTABLE, OLD, PLAIN], ids=["host", "avx2", "ssse3", "portable"])
 def test_bytes_are_looked_up_in_every_form_and_width(target: Target, how: str) -> None:
@@ -295,6 +298,7 @@ def test_instructions_for_words(target: str, instructions: list[str]) -> None:
     assert machine.has_dp4a == any("vpdpbusd" in name for name in instructions)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("most", "most_b"),
     [

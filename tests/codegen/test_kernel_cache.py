@@ -530,14 +530,14 @@ def test_any_number_of_threads_makes_the_same_code(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "options",
     [
-        "-mcpu=x86-64",
+        pytest.param("-mcpu=x86-64", marks=pytest.mark.exhaustive),
         "-mcpu=x86-64-v4",
-        "-mcpu=x86-64-v4 -mattr=-avx512f",
-        "-mcpu=znver4 -mattr=-avx2",
-        "-mcpu=sapphirerapids -mattr=-avx512vl",
+        pytest.param("-mcpu=x86-64-v4 -mattr=-avx512f", marks=pytest.mark.exhaustive),
+        pytest.param("-mcpu=znver4 -mattr=-avx2", marks=pytest.mark.exhaustive),
+        pytest.param("-mcpu=sapphirerapids -mattr=-avx512vl", marks=pytest.mark.exhaustive),
         "-mcpu=x86-64-v3 -mattr=+avx512f,+avxvnni",
         "-mcpu=alderlake -mattr=+avxvnni",
-        "-mcpu=cascadelake -mattr=-avx512bw",
+        pytest.param("-mcpu=cascadelake -mattr=-avx512bw", marks=pytest.mark.exhaustive),
         "-mcpu=x86-64 -mattr=+avx512vl,+avx512vnni",
     ],
 )

@@ -75,6 +75,7 @@ def measure(op: str, x: Array, lanes: int, target: Target | None = None) -> tupl
     return float(errors[worst]), float(x[worst]), got
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cpu", ["host", "x86-64-v3", "x86-64-v2"])
 @pytest.mark.parametrize("op", FUNCTIONS)
 def test_float32_functions(op: str, cpu: str) -> None:

@@ -143,18 +143,21 @@ def has_meaning(op: str, dtype: str) -> bool:
     return True
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lanes", [0, 16])
 @pytest.mark.parametrize(("op", "dtype"), [(op, d) for op in UNARY for d in dtypes.ALL if has_meaning(op, d)])
 def test_unary(op: str, dtype: str, lanes: int) -> None:
     check_unary(op, dtype, lanes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lanes", [0, 16])
 @pytest.mark.parametrize(("op", "dtype"), [(op, d) for op in BINARY for d in dtypes.ALL if has_meaning(op, d)])
 def test_binary(op: str, dtype: str, lanes: int) -> None:
     check_binary(op, dtype, lanes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lanes", [0, 16])
 @pytest.mark.parametrize("dtype", dtypes.ALL)
 def test_compare(dtype: str, lanes: int) -> None:
@@ -163,6 +166,7 @@ def test_compare(dtype: str, lanes: int) -> None:
         check(lambda v, w, op=op: Compare(op, v, w), (a, b), scalar_functions.apply_compare(op, a, b), lanes, 0.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lanes", [0, 16])
 @pytest.mark.parametrize("source", dtypes.ALL)
 def test_cast(source: str, lanes: int) -> None:
@@ -171,6 +175,7 @@ def test_cast(source: str, lanes: int) -> None:
         check(lambda v, dtype=dtype: Cast(v, dtype), (x,), scalar_functions.cast(x, dtype), lanes, 0.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64-v2", "x86-64"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "uint16", "int64"])
 def test_older_cpus(dtype: str, cpu: str) -> None:

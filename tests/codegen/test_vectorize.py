@@ -57,6 +57,7 @@ def over(n: SymVar, lanes: int, make: Callable[[SymExpr], Stmt], *params: Buffer
     return TensorProgram(params, (n,), vector_loop(n, lanes, make))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lanes", [2, 3, 8, 16, 32, 64])
 @pytest.mark.parametrize("dtype", dtypes.ALL)
 def test_guarded_tail_writes_nothing_beyond_the_end(dtype: str, lanes: int) -> None:
@@ -105,6 +106,7 @@ _ACCESSES: dict[str, tuple[Callable[[SymExpr, SymExpr], SymExpr], Callable[[np.n
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "float16", "bool"])
 @pytest.mark.parametrize("name", _ACCESSES)
@@ -323,6 +325,7 @@ _REDUCERS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", dtypes.ALL)
 @pytest.mark.parametrize("combine", _REDUCERS)
 def test_reduction_over_a_vectorized_variable(combine: str, dtype: str) -> None:
@@ -464,6 +467,7 @@ import os; os._exit(0)
 """
 
 
+@pytest.mark.each_value
 @pytest.mark.skipif(sys.platform == "win32", reason="uses mprotect")
 @pytest.mark.parametrize("cpu", ["host", "x86-64-v3", "x86-64-v2"])
 @pytest.mark.parametrize("name", _PAGE_PROGRAMS)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from relaxlite.ir import intervals
 from relaxlite.ir.analyzer import Analyzer, sample_values
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, ceildiv, evaluate, smax, smin, sym
+from tests.support import tiers
 
 # Soundness: random facts, random questions, all small assignments.
 
@@ -88,7 +89,7 @@ SITUATIONS = st.builds(
 QUESTIONS = programs(st.sampled_from(["n", "m", "d", "u", "z", "i", "i"]) | CONSTS, 6).filter(_is_buildable)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tiers.examples(150), deadline=None)
 @given(SITUATIONS, QUESTIONS, QUESTIONS, st.integers(1, 8))
 def test_what_is_proven_is_true(situation: Situation, first: str, second: str, by: int) -> None:
     analyzer = situation.analyzer()
@@ -120,7 +121,7 @@ COEFS = st.integers(-20, 20)
 DIVISORS = st.integers(1, 24)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=tiers.examples(250), deadline=None)
 @given(
     st.tuples(COEFS, COEFS, COEFS, COEFS),
     st.tuples(st.integers(-4, 4), st.integers(1, 9), st.integers(-4, 4), st.integers(1, 9)),
@@ -146,7 +147,7 @@ FACTORS = st.sampled_from(["n", "m", "u", "((n + 1) // 2)", "((u + 3) // 4)", "(
 PRODUCTS = st.tuples(st.integers(1, 4).map(str), st.lists(FACTORS, max_size=3)).map(lambda t: "*".join([t[0], *t[1]]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tiers.examples(150), deadline=None)
 @given(PRODUCTS, PRODUCTS)
 def test_sizes_that_are_proven_ordered_are_ordered(first: str, second: str) -> None:
     n, m, _, u, _ = FREE

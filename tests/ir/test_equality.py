@@ -56,6 +56,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.symbolic import SymExpr, SymVar, floordiv, smax, sym
 from relaxlite.ir.types import FuncType, ObjectType, ShapeType, TensorType, TupleType, Type
 from tests.ir.test_printer_parser import programs
+from tests.support import tiers
 from tests.support.paths import ROOT
 
 F32 = "float32"
@@ -339,7 +340,11 @@ def test_the_hash_is_the_same_in_every_process() -> None:
     assert len(found) == 1
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=tiers.examples(50),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(programs(), programs())
 def test_random_programs(a: TensorProgram, b: TensorProgram) -> None:
     again = parse_module(print_module(IRModule({"p": a})))["p"]

@@ -80,6 +80,7 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.symbolic import SymExpr, SymVar, floordiv, floormod, smax, smin, sym
 from relaxlite.ir.types import UNIT, FuncType, ObjectType, ShapeType, TensorType, TupleType, Type
+from tests.support import tiers
 
 
 class Anything(Op):
@@ -826,7 +827,11 @@ def functions(draw: st.DrawFn) -> Function:
     return Function(tuple(params), draw(bodies(symbols, tuple(params), 2)), Attrs({"k": draw(st.integers(0, 9))}))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=tiers.examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(functions(), functions())
 def test_random_functions(f: Function, g: Function) -> None:
     round_trip(IRModule({"main": f, "other/one": g}))
@@ -888,7 +893,11 @@ def programs(draw: st.DrawFn) -> TensorProgram:
     return TensorProgram(buffers, symbols, draw(stmts(buffers, symbols, 3)), draw(st.integers(0, 1)))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=tiers.examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(programs())
 def test_random_programs(program: TensorProgram) -> None:
     round_trip(IRModule({"p": program}))

@@ -27,6 +27,7 @@ from relaxlite.ir.symbolic import (
     syms,
     to_text,
 )
+from tests.support import tiers
 
 n, m, k = SymVar("n", lower=None), SymVar("m", lower=None), SymVar("k", lower=None)
 NAMES: dict[str, Any] = {"n": n, "m": m, "k": k}
@@ -64,7 +65,7 @@ def run(program: str, values: dict[SymVar, int]) -> int | None:
         return None
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=tiers.examples(600), deadline=None)
 @given(PROGRAMS, VALUES)
 def test_the_canonical_form_keeps_the_value(program: str, values: dict[SymVar, int]) -> None:
     expr, expected = build(program), run(program, values)
@@ -80,7 +81,7 @@ def test_what_is_mentioned_many_times_is_computed_once() -> None:
     assert evaluate(expr, {n: 3, m: 2}) == value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tiers.examples(300), deadline=None)
 @given(PROGRAMS)
 def test_the_text_is_python_and_gives_the_same_object(program: str) -> None:
     expr = build(program)
@@ -88,7 +89,7 @@ def test_the_text_is_python_and_gives_the_same_object(program: str) -> None:
         assert build(str(expr)) is expr
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=tiers.examples(300), deadline=None)
 @given(PROGRAMS, PROGRAMS, PROGRAMS, VALUES)
 def test_substitution_is_simultaneous_and_commutes_with_evaluation(
     program: str, for_n: str, for_m: str, values: dict[SymVar, int]
@@ -106,7 +107,7 @@ def test_substitution_is_simultaneous_and_commutes_with_evaluation(
         assert evaluate(replaced, values) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=tiers.examples(100), deadline=None)
 @given(PROGRAMS, VALUES)
 def test_sympy_agrees(program: str, values: dict[SymVar, int]) -> None:
     symbols = {name: sympy.Symbol(name, integer=True) for name in NAMES}
@@ -125,7 +126,7 @@ POLYNOMIALS = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=tiers.examples(100), deadline=None)
 @given(POLYNOMIALS, POLYNOMIALS)
 def test_polynomials_are_the_same_object_just_where_sympy_finds_them_equal(first: str, second: str) -> None:
     symbols = {name: sympy.Symbol(name, integer=True) for name in NAMES}

@@ -44,6 +44,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.fuse.dispatch import dispatch
 from relaxlite.runtime import libraries
 from relaxlite.target import Target
+from tests.support import tiers
 from tests.support.both_ways import interpreted, runs_natively
 from tests.support.paths import ROOT
 from tests.support.random_graphs import arguments, assert_same_results, graphs
@@ -643,6 +644,7 @@ def product_module(kind: str, lead: tuple[str, ...], *, both: bool) -> IRModule:
     return module_of(make, a=(*lead, "m", "k"), b=(*before, "n", "k") if is_transposed else (*before, "k", "n"))
 
 
+@pytest.mark.each_value
 @needs_openblas
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
@@ -796,7 +798,7 @@ def rule_of(name: str) -> Any:
     return rl.register_library(f"numpy_{name}", pattern, dict.fromkeys(names), function=call)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(size=10, control=True))
 def test_random_graphs_with_calls_agree_with_the_interpreter(given: IRModule) -> None:
     """Some ops are called from NumPy, others in a range of sizes only; inside of If and Loop too."""

@@ -164,6 +164,7 @@ def test_a_step_that_is_called_otherwise_is_refused(data: ExecutableData, tmp_pa
     )
 
 
+@pytest.mark.exhaustive
 def test_weights_are_quantized_first_where_that_is_asked_for(tmp_path: Path) -> None:
     seen: list[str] = []
     options = {"max_new_tokens": 9, "stop_tokens": (), "logits": True}
@@ -184,10 +185,12 @@ def test_weights_are_quantized_first_where_that_is_asked_for(tmp_path: Path) -> 
     ("kind", "target", "options", "dtype"),
     [
         ("q4_0", "x86-64-v4", {}, "float16"),
-        ("q4_0", "x86-64-v4", {"precision": "int8"}, "float16"),
-        ("q4_0", "x86-64-v4", {"precision": "float32"}, "float32"),
-        ("q4_0", "x86-64-v4", {"cache_dtype": "float32"}, "float32"),
-        ("q4_0", "x86-64-v2", {}, "float32"),  # it has no instruction for halves
+        pytest.param("q4_0", "x86-64-v4", {"precision": "int8"}, "float16", marks=pytest.mark.exhaustive),
+        pytest.param("q4_0", "x86-64-v4", {"precision": "float32"}, "float32", marks=pytest.mark.exhaustive),
+        pytest.param("q4_0", "x86-64-v4", {"cache_dtype": "float32"}, "float32", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "q4_0", "x86-64-v2", {}, "float32", marks=pytest.mark.exhaustive
+        ),  # it has no instruction for halves
         (None, "x86-64-v4", {}, "float32"),
     ],
 )

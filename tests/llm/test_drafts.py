@@ -25,6 +25,7 @@ from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.runtime import kv_cache, threadpool
 from relaxlite.runtime.module import Executable
 from tests.llm.test_generation import limit
+from tests.support import tiers
 from tests.support.recomputing_engine import RecomputingEngine
 from tests.support.tiny_llm import END, TEMPLATE, VOCAB, checkpoint, made, random_logits, scripted, tokenizer_json
 
@@ -123,7 +124,7 @@ def test_repeated_text_takes_fewer_steps() -> None:
     assert 0 < result.usage.accepted_tokens <= result.usage.drafted_tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tiers.examples(60), deadline=None)
 @given(
     prompts=st.lists(st.text("abcdefgh", min_size=1, max_size=12), min_size=1, max_size=4),
     temperature=st.sampled_from([0.0, 0.3, 1.0]),
@@ -293,6 +294,7 @@ def compiled(request: pytest.FixtureRequest) -> CompiledEngine:
     return CompiledEngine(rl.compile(build_step(made), precision="int12"))
 
 
+@pytest.mark.each_value("cache_dtype")
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("more", [{"kv_heads": 1}, {"kv_heads": 2}, {"kv_heads": 4}, STATES])
 def test_several_tokens_of_a_step_have_the_logits_of_each_to_the_last_bit(more: Any, cache_dtype: str) -> None:
@@ -311,26 +313,29 @@ def test_several_tokens_of_a_step_have_the_logits_of_each_to_the_last_bit(more: 
     compiled.remove(sequence)
 
 
-def test_what_is_given_again_as_it_was_has_the_logits_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_fill", tiers.few([True, False]))
+def test_what_is_given_again_as_it_was_has_the_logits_that_it_had(
+    has_fill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where one head of keys is shared out among two threads in parts, by the position of each token."""
     monkeypatch.setattr(threadpool, "num_threads", lambda: 2)
     shape = {"hidden": 96, "heads": 3, "kv_heads": 1, "head_width": 32, "intermediate": 96, "context": 1024}
     tiny = quantize_checkpoint(checkpoint(**shape, rope=Rope(1e4, 32)), "q4_0")
-    for has_fill in (False, True):
-        engine = CompiledEngine(rl.compile(build_step(tiny, has_fill=has_fill), precision="int12"))
-        tokens = np.random.default_rng(0).integers(0, VOCAB, 460).tolist()
-        first = engine.new()
-        engine.forward([(first, tokens[:300])])
-        for token in tokens[300:-1]:
-            engine.forward([(first, [token])])
-        assert len(engine.cache.describe([(first, 0, 1)]).blocks) == 2
-        wanted = engine.forward([(first, tokens[-1:])])[0]
-        others = [engine.new() for _ in range(2)]
-        batch = [(others[0], tokens), (others[1], tokens[:7])]
-        found = engine.forward(batch, exact=[160, 1])[0]
-        np.testing.assert_array_equal(found, wanted)
+    engine = CompiledEngine(rl.compile(build_step(tiny, has_fill=has_fill), precision="int12"))
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 460).tolist()
+    first = engine.new()
+    engine.forward([(first, tokens[:300])])
+    for token in tokens[300:-1]:
+        engine.forward([(first, [token])])
+    assert len(engine.cache.describe([(first, 0, 1)]).blocks) == 2
+    wanted = engine.forward([(first, tokens[-1:])])[0]
+    others = [engine.new() for _ in range(2)]
+    batch = [(others[0], tokens), (others[1], tokens[:7])]
+    found = engine.forward(batch, exact=[160, 1])[0]
+    np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.exhaustive
 def test_chunks_change_no_logits_of_contexts_that_threads_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does what is one token in one step, and one of many in another."""
     monkeypatch.setattr(threadpool, "num_threads", lambda: 2)
@@ -348,7 +353,7 @@ def test_chunks_change_no_logits_of_contexts_that_threads_share(monkeypatch: pyt
         np.testing.assert_array_equal(logits, found[0])
 
 
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", tiers.few([100, None]))
 def test_several_tokens_of_a_step_after_a_long_context_and_beside_others_have_the_logits_of_each(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +382,7 @@ def test_several_tokens_of_a_step_after_a_long_context_and_beside_others_have_th
         engine.remove(other)
 
 
+@pytest.mark.exhaustive
 def test_another_reply_goes_back_to_the_state_before_the_last_tokens_of_the_prompt() -> None:
     tiny = quantize_checkpoint(checkpoint(**SHAPE, **STATES, context=512), "q4_0")
     for has_fill in (False, True):

@@ -191,6 +191,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: Any, command: str = "eval") 
     return code, *capsys.readouterr()
 
 
+@pytest.mark.exhaustive
 def test_the_command_computes_what_numpy_does(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.support import llm_files as files
 
@@ -262,6 +263,7 @@ def test_the_command_for_people_and_its_mistakes(model: Path, capsys: pytest.Cap
     assert code == 1 and "there is no file" in err and "none.rlx" in err
 
 
+@pytest.mark.exhaustive
 def test_the_command_takes_compiled_models(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiled, text = model.parent / "m.rlx", ["--text", model.parent / "text.txt"]
     assert run(capsys, model, "-o", compiled, "--quantize", "q4_0", command="compile")[0] == 0

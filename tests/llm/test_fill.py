@@ -85,8 +85,8 @@ def test_only_what_fills_the_cache_is_rounded_to_eight_bits(
         ("llvm -mcpu=znver4", "q4_0", None, True),
         ("llvm -mcpu=znver4", "q8_0", None, False),
         ("llvm -mcpu=znver4", "q4_0", "int12", False),
-        ("llvm -mcpu=x86-64-v3", "q4_0", None, True),
-        ("llvm -mcpu=x86-64", "q4_0", None, False),
+        pytest.param("llvm -mcpu=x86-64-v3", "q4_0", None, True, marks=pytest.mark.exhaustive),
+        pytest.param("llvm -mcpu=x86-64", "q4_0", None, False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_models_have_it_where_it_is_faster(target: str, kind: str, precision: str | None, has_fill: bool) -> None:
@@ -110,14 +110,14 @@ def in_floats(dtype: str = "bfloat16", hidden: int = 128, **more: Any) -> Checkp
     ("flags", "dtype", "hidden", "precision", "has_fill"),
     [
         ("-mcpu=znver4", "bfloat16", 128, None, True),
-        ("-mcpu=znver4", "float16", 128, "int8", True),
-        ("-mcpu=znver5", "float32", 128, None, True),
+        pytest.param("-mcpu=znver4", "float16", 128, "int8", True, marks=pytest.mark.exhaustive),
+        pytest.param("-mcpu=znver5", "float32", 128, None, True, marks=pytest.mark.exhaustive),
         ("-mcpu=znver4", "bfloat16", 48, None, False),  # too narrow to gain by it
         ("-mcpu=znver4", "bfloat16", 128, "float32", False),
         ("-mcpu=znver4", "bfloat16", 128, "int12", False),
         ("-mcpu=znver4", "bfloat16", 128, "bf16", False),  # main rounds as much
         ("-mcpu=znver3", "bfloat16", 128, None, False),
-        ("-mcpu=sapphirerapids", "bfloat16", 128, None, False),
+        pytest.param("-mcpu=sapphirerapids", "bfloat16", 128, None, False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_models_of_floats_have_it_where_products_of_words_are_faster(

@@ -17,6 +17,7 @@ from relaxlite.frontend.llm.config import Rope
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
+from tests.support import tiers
 from tests.support.dense_llm import build_dense
 from tests.support.llm_models import ARCHITECTURES, VOCAB, small_checkpoint
 
@@ -59,7 +60,7 @@ KINDS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers.only(("bfloat16",), KINDS))
 def test_a_tied_embedding_is_there_once(kind: str) -> None:
     checkpoint = KINDS[kind](small_checkpoint("llama", **SIZES))
     exe = rl.compile(build_step(checkpoint), TARGET, precision="float32")
@@ -74,7 +75,16 @@ def test_a_tied_embedding_is_there_once(kind: str) -> None:
         assert_close(got, want)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "bfloat16") for name in ARCHITECTURES), ("llama", "float16")])
+BY_DEFAULT = ("llama", "gpt2")
+
+
+def case(name: str, dtype: str) -> object:
+    return pytest.param(name, dtype, marks=[] if name in BY_DEFAULT else [pytest.mark.exhaustive])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*(case(name, "bfloat16") for name in ARCHITECTURES), case("llama", "float16")]
+)
 def test_logits_are_those_of_the_same_weights_in_float32(name: str, dtype: str) -> None:
     checkpoint = of_dtype(small_checkpoint(name), dtype)
     exe = rl.compile(build_dense(checkpoint), TARGET)

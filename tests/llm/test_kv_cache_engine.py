@@ -24,6 +24,7 @@ from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.runtime import kv_cache, state_slots, threadpool
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache, Pool
 from relaxlite.runtime.module import Executable
+from tests.support import tiers
 from tests.support.dense_llm import build_dense
 from tests.support.llm_models import ARCHITECTURES, CONTEXT, VOCAB, attention_layout, small_checkpoint
 from tests.support.recomputing_engine import RecomputingEngine
@@ -89,7 +90,11 @@ def test_one_compilation_serves_every_batch_and_length(monkeypatch: pytest.Monke
     assert len(compilations) == 1 and compilations[0] > 5
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+# Others are covered by these, by tests of files, and by those of the ops.
+BY_DEFAULT = ("llama", "qwen3", "gemma3", "gpt2", "qwen3_5")
+
+
+@pytest.mark.parametrize("architecture", tiers.only(BY_DEFAULT, ARCHITECTURES))
 def test_whole_prefill_is_chunked_prefill_is_token_by_token(architecture: str) -> None:
     prompt = tokens(31)
     _, oracle = engines(architecture)
@@ -116,7 +121,7 @@ def test_prompts_longer_than_a_step(architecture: str) -> None:
     close(engine.forward([(engine.new(), prompt)], wanted=[len(prompt)])[0], wanted)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", tiers.only(BY_DEFAULT, ARCHITECTURES))
 def test_a_ragged_batch_is_one_by_one(architecture: str) -> None:
     engine, oracle = engines(architecture)
     prompts = [tokens(n, seed=n) for n in (1, 17, 4, 8, 3, 30, 5, 12)]
@@ -128,6 +133,7 @@ def test_a_ragged_batch_is_one_by_one(architecture: str) -> None:
             close(a, b)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("architecture", ["llama", "lfm2", "qwen3_5", "gemma4", "deepseek_v2"])
 def test_forks_and_drops_are_recomputation(architecture: str, dtype: str) -> None:
@@ -146,6 +152,7 @@ def test_forks_and_drops_are_recomputation(architecture: str, dtype: str) -> Non
         close(engine.forward([(ours, [11])])[0], oracle.forward([(theirs, [11])])[0], dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "lfm2", "qwen3_5", "deepseek_v2"])
 def test_narrow_caches_are_close(architecture: str, dtype: str) -> None:
@@ -513,6 +520,7 @@ def test_errors_name_what_is_wrong() -> None:
     assert engine.length(sequence) == 10
 
 
+@pytest.mark.exhaustive
 def test_every_pass_keeps_what_a_step_computes() -> None:
     for dtype in ("float32", "float16"):
         engine = CompiledEngine(step("mistral", dtype))
@@ -654,5 +662,5 @@ class SequencesWithStates(Sequences):
 
 TestSequences, TestSequencesWithStates = Sequences.TestCase, SequencesWithStates.TestCase
 TestSequences.settings = TestSequencesWithStates.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=tiers.examples(25), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )

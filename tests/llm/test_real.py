@@ -13,7 +13,7 @@ from relaxlite.llm.model import LanguageModel
 from relaxlite.target import Target
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.models, pytest.mark.slow]
+pytestmark = [pytest.mark.models, pytest.mark.exhaustive]
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a small village",

@@ -50,8 +50,10 @@ def test_samples_fit_into_the_context() -> None:
     assert most(1) == [0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("kind", "cache_dtype"), [(None, "float32"), ("q4_0", "float32"), ("q8_0", "int8"), ("q5_1", "float16")]
+    ("kind", "cache_dtype"),
+    [(None, "float32"), ("q4_0", "float32"), ("q8_0", "int8"), ("q5_1", "float16")],
 )
 def test_steps_are_validated(kind: str | None, cache_dtype: str) -> None:
     checkpoint = small_checkpoint("qwen3")
@@ -61,6 +63,7 @@ def test_steps_are_validated(kind: str | None, cache_dtype: str) -> None:
     assert build(module, validate=step_samples(module)).kernels
 
 
+@pytest.mark.exhaustive
 def test_steps_with_states_are_validated() -> None:
     module = module_of(small_checkpoint("qwen3_5"), has_fill=True)
     samples = step_samples(module)
@@ -99,6 +102,7 @@ def test_the_compiler_of_checkpoints_validates_on_them(monkeypatch: pytest.Monke
     assert build_checkpoint(small_checkpoint("llama"), validate=True).kernels and asked == [1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["q4_0", "q5_1"])
 def test_steps_that_only_fill_the_cache_are_validated(kind: str) -> None:
     module = module_of(quantize_checkpoint(small_checkpoint("llama"), kind), has_fill=True)
@@ -107,6 +111,7 @@ def test_steps_that_only_fill_the_cache_are_validated(kind: str) -> None:
     assert build(module, validate=samples).kernels
 
 
+@pytest.mark.exhaustive
 def test_a_pass_that_changes_what_fills_the_cache_is_found(tmp_path: Path) -> None:
     """And in no other function. What is kept of it runs again."""
 

@@ -52,6 +52,7 @@ from relaxlite.passes.cost import Cost, cost_of
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.target import Target
+from tests.support import tiers
 from tests.support.counting import Counter
 from tests.support.random_graphs import arguments, graphs
 from tests.support.random_programs import (
@@ -362,7 +363,7 @@ def values(cost: Cost, symbols: Mapping[SymVar, int]) -> tuple[int, ...]:
     return tuple(evaluate(e, symbols) for e in (cost.flops, cost.bytes_read, cost.bytes_written))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(120), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.one_of(maps(), reductions(), products(), rows()), st.sampled_from(SIZES), st.sampled_from(SIZES))
 def test_costs_of_random_programs_are_exact(drawn: TensorProgram, n: int, m: int) -> None:
     """Where no size is 0; there they are upper bounds."""
@@ -377,7 +378,7 @@ def test_costs_of_random_programs_are_exact(drawn: TensorProgram, n: int, m: int
         assert all(max(got, 0) >= real for got, real in zip(values(cost, symbols), expected, strict=True))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(control=True), st.sampled_from((0, 1, 2, 5)), st.sampled_from((0, 1, 3, 4)))
 def test_costs_of_fused_programs_are_upper_bounds(drawn: IRModule, n: int, m: int) -> None:
     steps = list(itertools.takewhile(lambda step: step.name != "estimate_costs", default_pipeline()))

@@ -47,7 +47,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.schedule.cpu import programs as schedule_cpu
 from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.target import Target
-from tests.support import random_programs
+from tests.support import random_programs, tiers
 
 HOST = Target.host()
 
@@ -74,7 +74,7 @@ def assert_survives(program: TensorProgram) -> None:
 # Bytes
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(random_programs.maps() | random_programs.reductions() | random_programs.products() | random_programs.rows())
 def test_random_programs_survive_as_bytes(program: TensorProgram) -> None:
     assert_survives(program)

@@ -9,7 +9,7 @@ import llvmlite.binding as llvm
 import pytest
 
 from relaxlite.errors import ArtifactError
-from relaxlite.features import NEVER_USED, NO_INSTRUCTIONS, USED
+from relaxlite.features import CODEGEN_FEATURES, SYSTEM_FEATURES, TUNING_FLAGS
 from relaxlite.runtime import cpu, elf, jit, linker
 from relaxlite.runtime.cpu import Registers, features_of
 
@@ -27,7 +27,7 @@ def test_llvm_says_the_same_of_this_processor() -> None:
     expected = {name for name, is_there in llvms.items() if is_there and name in ours}
     assert present >= expected and present - expected <= {"prefetchi", "avx10.2"}, "some LLVMs do not find these two"
     found = {name for name, is_there in llvms.items() if is_there}
-    assert found - NO_INSTRUCTIONS <= ours.keys(), "LLVM would be loaded to ask about it"
+    assert found - TUNING_FLAGS <= ours.keys(), "LLVM would be loaded to ask about it"
 
 
 @needs_x86
@@ -44,7 +44,7 @@ def test_elsewhere_llvm_answers_for_everything(monkeypatch: pytest.MonkeyPatch) 
     cpu._own_features.cache_clear()
     try:
         known = jit.host_features()
-        missing = [name for name, is_there in known.items() if not is_there and name not in NEVER_USED]
+        missing = [name for name, is_there in known.items() if not is_there and name not in SYSTEM_FEATURES]
         assert cpu.lacking(["avx1024", *known]) == ["avx1024", *missing]
     finally:
         cpu._own_features.cache_clear()
@@ -89,9 +89,11 @@ def test_a_missing_llvm_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cpuid_tells_of_all_that_code_may_use() -> None:
     told = set(features_of(everything, lambda: 0))
-    assert set(USED["x86_64"]) <= told
+    assert set(CODEGEN_FEATURES["x86_64"]) <= told
     without_names = {"64bit", "cx16", "sahf"}  # LLVM does not say which processors have them
-    assert {name for name in told - set(USED["x86_64"]) - NEVER_USED if "-256" not in name} == without_names
+    assert {
+        name for name in told - set(CODEGEN_FEATURES["x86_64"]) - SYSTEM_FEATURES if "-256" not in name
+    } == without_names
 
 
 def everything(leaf: int, subleaf: int) -> Registers:

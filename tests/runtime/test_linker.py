@@ -26,6 +26,7 @@ from relaxlite.runtime.linker import LinkedCode, link
 from relaxlite.runtime.module import Executable
 from relaxlite.runtime.native import load_objects
 from relaxlite.target import Target
+from tests.support import tiers
 
 pytestmark = pytest.mark.skipif(not linker.is_supported(), reason="the linker is for x86-64 Linux")
 
@@ -363,7 +364,7 @@ WORDS = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=tiers.examples(400), deadline=None)
 @given(st.integers(0, 100), st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8))
 def test_flipped_bytes_do_no_harm(victim: int, flips: list[tuple[int, int]]) -> None:
     content = bytearray(victims()[victim % len(victims())])
@@ -378,7 +379,7 @@ FIELDS = {
 }
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=tiers.examples(600), deadline=None)
 @given(
     st.integers(0, 100),
     st.lists(
@@ -400,7 +401,7 @@ def test_forged_symbols_and_relocations_do_no_harm(victim: int, changes: list[tu
     refused_or_linked(content)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=tiers.examples(600), deadline=None)
 @given(st.integers(0, 100), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9), WORDS), min_size=1, max_size=3))
 def test_forged_sections_do_no_harm(victim: int, changes: list[tuple[int, int, int]]) -> None:
     content = bytearray(victims()[victim % len(victims())])

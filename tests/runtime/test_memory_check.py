@@ -21,6 +21,7 @@ from relaxlite.runtime.executable import Call, Instruction, Ret
 from relaxlite.runtime.vm import register_extern
 from relaxlite.target import Target
 from tests.runtime.test_vm import R, builtin, call, floats, program, run
+from tests.support import tiers
 from tests.support.ir_text import module
 from tests.support.random_graphs import arguments, assert_same_results, graphs
 
@@ -46,7 +47,7 @@ def compile_unverified(given: IRModule) -> rl.Executable:
     return rl.compile(given, context=PassContext(Target.parse("llvm"), verify=False))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(size=10, control=True), st.booleans())
 def test_sound_plans_raise_no_alarm(given: IRModule, flag: bool) -> None:
     with config.override(check_memory=True):

@@ -41,7 +41,7 @@ from relaxlite.ir.symbolic import SymVar, sym
 from relaxlite.target import Target
 from relaxlite.validation import running
 from relaxlite.validation.running import run_program
-from tests.support import random_programs
+from tests.support import random_programs, tiers
 from tests.support.random_programs import assert_close, inputs_for, values_of, work_of
 
 N = SymVar("n", lower=0)
@@ -68,7 +68,7 @@ def both(given: TensorProgram, inputs: list[Any], values: Any = None, **options:
     return run_program(given, inputs, values, **options), interpreter.run_program(given, inputs, values, **options)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=tiers.examples(80), deadline=None)
 @given(random_programs.maps() | random_programs.reductions() | random_programs.products() | random_programs.rows())
 def test_random_programs_give_what_the_interpreter_gives(given: TensorProgram) -> None:
     for sizes in [(0, 0), (1, 1), (5, 3), (17, 9)]:

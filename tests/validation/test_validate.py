@@ -182,6 +182,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("most_steps", [running.MAX_STEPS, -1])
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_pass_is_named(kind: str, most_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,8 +378,9 @@ def picture_of_a_table() -> list[tuple[Any, ...]]:
     ("name", "validate"),
     [
         ("silero-vad-sequence", True),
-        ("moonshine-tiny-encoder", True),
-        ("slanet-table", picture_of_a_table()),  # its loop, whose counter is a float, ends where the table does
+        pytest.param("moonshine-tiny-encoder", True, marks=pytest.mark.exhaustive),
+        # Its loop, whose counter is a float, ends where the table does.
+        pytest.param("slanet-table", picture_of_a_table(), marks=pytest.mark.exhaustive),
     ],
 )
 def test_whole_models_are_validated(name: str, validate: Any, model_path: Callable[[str], Path]) -> None:

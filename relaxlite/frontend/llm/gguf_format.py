@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.foreign_files import ENOUGH_BYTES, describe_foreign
+from relaxlite.frontend.foreign_files import SIGNATURE_BYTES, describe_foreign
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -98,7 +98,7 @@ def read_file(path: str | os.PathLike[str]) -> GgufFile:
     source = os.fspath(path)
     try:
         with open(source, "rb") as file:
-            head = file.read(ENOUGH_BYTES)
+            head = file.read(SIGNATURE_BYTES)
             if head[:4] != b"GGUF":
                 what = describe_foreign(head) or "it does not begin with 'GGUF'"
                 raise ImportModelError(f"{source}: no GGUF file: {what}")

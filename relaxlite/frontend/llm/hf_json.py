@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.foreign_files import ENOUGH_BYTES, describe_foreign
+from relaxlite.frontend.foreign_files import SIGNATURE_BYTES, describe_foreign
 
 
 def read_json(path: Path, *, needed: bool = False) -> dict[str, Any]:
@@ -36,6 +36,6 @@ def foreign(path: Path) -> str | None:
     """What a file is that is none of the kind it should be, if that is known."""
     try:
         with path.open("rb") as file:
-            return describe_foreign(file.read(ENOUGH_BYTES))
+            return describe_foreign(file.read(SIGNATURE_BYTES))
     except OSError:
         return None

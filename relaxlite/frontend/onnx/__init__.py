@@ -1,10 +1,10 @@
-"""ONNX models as IRModules.
+"""Import of ONNX models into IRModules.
 
     module = from_onnx("model.onnx")
     module = from_onnx("model.onnx", dynamic_shapes={"images": {0: "batch", 2: 224}}, bounds={"batch": "1..64"})
 
-`loading` reads the file, `validation` checks it, `importer` walks the graph; the converters of single ops stand in the
-`convert_*` modules, one function per op and version range.
+`loading` reads the file, `validation` checks the graph, `importer` converts its nodes in topological order. Converters
+are in the `convert_*` modules: one function for each op and range of opset versions.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from relaxlite.frontend.onnx import (  # noqa: F401  (each registers its convert
     convert_vision,
 )
 from relaxlite.frontend.onnx.importer import from_onnx
-from relaxlite.frontend.onnx.registry import mark_own, onnx_op
+from relaxlite.frontend.onnx.registry import mark_builtin_converters, onnx_op
 
-mark_own()
+mark_builtin_converters()
 
 __all__ = ["from_onnx", "onnx_op"]

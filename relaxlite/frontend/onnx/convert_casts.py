@@ -1,4 +1,4 @@
-"""Casts, also to and from element types that the IR does not have."""
+"""Converters of casts, also from and to narrow element types, which the IR lacks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 
-SMALL_BYTES = 1 << 16  # larger floats may be weights that stay in the bits that they have
+MAX_FOLDED_BYTES = 1 << 16  # larger float constants may be weights, which keep their dtype
 
 
 @onnx_op("Cast")
 def cast_1(n: Node) -> Result:
-    """Before opset 6, the type is named by text."""
+    """Cast before opset 6, whose attribute `to` is the name of a type."""
     name = n.text("to").lower()
     dtype = {"float": "float32", "double": "float64"}.get(name, name)
     return ops.cast(n.input(0), dtype=dtype)
@@ -34,34 +34,34 @@ def cast_like(n: Node) -> Result:
 
 
 def _cast(n: Node, dtype: str, target: NarrowType | None) -> Result:
-    """saturate and round_mode speak of floats of 8 bits only."""
+    """Convert a cast; `saturate` and `round_mode` affect casts to 8-bit floats only."""
     saturate, rounding = n.flag("saturate", True), n.text("round_mode", "up")
     x, source = n.input(0), n.importer.narrow.get(n.input(0))
     if source is not None and source is target:
-        return _marked(n, x, target)
+        return _set_narrow_type(n, x, target)
     wide = x if source is None else decode(n, x, source)
     if target is None:
-        return _plain_cast(n, wide, dtype)
+        return _cast_ir_types(n, wide, dtype)
     rounding = rounding if target.name == "FLOAT8E8M0" else "nearest"
-    return _marked(n, encode(n, wide, target, saturate=saturate, rounding=rounding), target)
+    return _set_narrow_type(n, encode(n, wide, target, saturate=saturate, rounding=rounding), target)
 
 
-def _marked(n: Node, x: Expr, ty: NarrowType) -> Expr:
+def _set_narrow_type(n: Node, x: Expr, ty: NarrowType) -> Expr:
     n.importer.narrow[x] = ty
     return x
 
 
-def _plain_cast(n: Node, x: Expr, dtype: str) -> Result:
+def _cast_ir_types(n: Node, x: Expr, dtype: str) -> Result:
     if n.type_of(x).dtype == dtype:
         return x
-    if isinstance(x, Constant) and (x.value.nbytes <= SMALL_BYTES or not dtypes.is_float(x.ty.dtype)):
+    if isinstance(x, Constant) and (x.value.nbytes <= MAX_FOLDED_BYTES or not dtypes.is_float(x.ty.dtype)):
         return Constant.of(ops.cast.reference(x.value, dtype=dtype), name=x.name)
     return ops.cast(x, dtype=dtype)
 
 
 @onnx_op("BitCast", since=26)
 def bit_cast(n: Node) -> Result:
-    """The same bits as another type of the same size: integers wrap; floats only where they are constants."""
+    """BitCast: reinterpret the bits as another type of the same size; floats are supported as constants only."""
     dtype, source = n.element_type("to"), n.dtype()
     value = n.const(0)
     if source == dtype:

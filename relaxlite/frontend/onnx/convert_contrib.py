@@ -1,4 +1,4 @@
-"""Fused ops of onnxruntime's optimizer (domain com.microsoft), in terms of plain ones. Attention stands apart."""
+"""Converters of the fused ops of onnxruntime's optimizer (com.microsoft), except attention and blocked weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from relaxlite.frontend.onnx.convert_linalg import emit_matmul, gemm, scaled
-from relaxlite.frontend.onnx.convert_nn import conv, pool
+from relaxlite.frontend.onnx.convert_linalg import emit_matmul, gemm, scale_by
+from relaxlite.frontend.onnx.convert_nn import conv, pool_attributes
 from relaxlite.frontend.onnx.convert_norm import layer_norm
 from relaxlite.frontend.onnx.convert_quantization import (
     dequantize_linear,
@@ -49,14 +49,14 @@ def fast_gelu(n: Node) -> Result:
 
 @onnx_op("QuickGelu", domain=MICROSOFT)
 def quick_gelu(n: Node) -> Result:
-    """x * sigmoid(alpha * x)"""
+    """QuickGelu: x * sigmoid(alpha * x)."""
     inner = n.emit(ops.multiply(n.input(0), _number(n, n.float("alpha", 1.702))))
     return ops.multiply(n.input(0), n.emit(ops.sigmoid(inner)))
 
 
 @onnx_op("BiasSplitGelu", domain=MICROSOFT)
 def bias_split_gelu(n: Node) -> Result:
-    """The left half of x + bias times the GELU of the right half."""
+    """BiasSplitGelu: the left half of x + bias times the GELU of the right half."""
     total = n.emit(ops.add(n.input(0), n.input(1)))
     last = n.rank() - 1
     half = n.shape()[last] // 2
@@ -66,9 +66,9 @@ def bias_split_gelu(n: Node) -> Result:
 
 @onnx_op("BiasSoftmax", domain=MICROSOFT)
 def bias_softmax(n: Node) -> Result:
-    """softmax(x + bias); the bias broadcasts to the inner dimensions (is_inner_broadcast) or the outer ones."""
+    """BiasSoftmax: softmax(x + bias); the bias is broadcast by numpy's rules."""
     axis = normalize_axis(n, n.int("axis", 1), n.rank())
-    n.int("is_inner_broadcast")  # the shapes say as much
+    n.int("is_inner_broadcast")  # follows from the shapes
     if axis != n.rank() - 1:
         n.fail("BiasSoftmax over more than the last axis is not supported")
     return ops.softmax(n.emit(ops.add(n.input(0), n.input(1))), axis=-1)
@@ -85,11 +85,11 @@ def fused_matmul(n: Node) -> Result:
     )
     product = emit_matmul(n, a, b)
     alpha = n.float("alpha", 1.0)
-    return product if alpha == 1.0 else scaled(n, product, alpha)
+    return product if alpha == 1.0 else scale_by(n, product, alpha)
 
 
 def _transposed(n: Node, index: int, matrix: bool, batch: bool) -> Expr:
-    """`matrix` swaps the last two dimensions; `batch` takes the first one as the matrix's rows."""
+    """Transpose an input. `matrix` swaps the last two dimensions; `batch` moves the first one before the last."""
     order = list(range(n.rank(index)))
     if batch and len(order) > 2:
         order = [*order[1:-1], 0, order[-1]]
@@ -100,14 +100,14 @@ def _transposed(n: Node, index: int, matrix: bool, batch: bool) -> Expr:
 
 @onnx_op("FusedGemm", domain=MICROSOFT)
 def fused_gemm(n: Node) -> Result:
-    named = n.text("activation")
+    activation = n.text("activation")
     params = [n.float(name, None) for name in ("activation_alpha", "activation_beta", "activation_gamma")]
-    return _activate(n, gemm(n), named, [p for p in params if p is not None])
+    return _activate(n, gemm(n), activation, [p for p in params if p is not None])
 
 
 @onnx_op("FusedConv", domain=MICROSOFT)
 def fused_conv(n: Node) -> Result:
-    """A convolution, plus input 3 if there is one, through an activation."""
+    """FusedConv: a convolution, plus input 3 if present, then an activation."""
     result, added = conv(n), n.optional(3)
     assert not isinstance(result, tuple)
     if added is not None:
@@ -133,7 +133,7 @@ def _activate(n: Node, result: Result, name: str, params: Sequence[float]) -> Re
     n.fail(f"activation {name!r} is not known")
 
 
-# Normalizations (LayerNormalization is also met in the standard domain before opset 17)
+# Normalizations (exporters write LayerNormalization in the standard domain before opset 17, too)
 
 onnx_op("LayerNormalization")(layer_norm)
 
@@ -150,7 +150,10 @@ def simplified_layer_norm(n: Node) -> Result:
 
 @onnx_op("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", domain=MICROSOFT)
 def skip_layer_norm(n: Node) -> Result:
-    """Inputs: x, skip, gamma, beta (not in the simplified form), bias. Output 3: the sum that was normalized."""
+    """SkipLayerNormalization: normalize x + skip + bias; output 3 is the sum.
+
+    Inputs: x, skip, gamma, beta (not in the simplified form), bias.
+    """
     is_simple = n.op_type == "SkipSimplifiedLayerNormalization"
     beta, bias = (None, n.optional(3)) if is_simple else (n.optional(3), n.optional(4))
     total: Expr = n.emit(ops.add(n.input(0), n.input(1)))
@@ -166,8 +169,10 @@ def skip_layer_norm(n: Node) -> Result:
 
 @onnx_op("EmbedLayerNormalization", domain=MICROSOFT)
 def embed_layer_norm(n: Node) -> Result:
-    """Word, position and segment embeddings, summed and normalized. Output 1: how many ones each row of the mask has,
-    which Attention takes for the lengths; zeros without a mask. Output 2: the sum."""
+    """EmbedLayerNormalization: normalize the sum of word, position and segment embeddings.
+
+    Output 1: the number of ones in each row of the mask, or zeros: lengths for Attention. Output 2: the sum.
+    """
     n.int("mask_index_type", 0)
     if n.optional(2) is None or n.optional(3) is None:
         n.fail("EmbedLayerNormalization needs word and position tables")
@@ -179,29 +184,29 @@ def embed_layer_norm(n: Node) -> Result:
     total = n.emit(ops.add(total, row))
     if n.optional(1) is not None and n.optional(4) is not None:
         total = n.emit(ops.add(total, n.emit(ops.gather(n.input(4), n.input(1), axis=0))))
-    result = n.emit(ops.layer_norm(total, n.input(5), n.input(6), axis=-1, epsilon=n.float("epsilon", 1e-12)))
-    return result, _lengths(n, n.optional(7)), total
+    normalized = n.emit(ops.layer_norm(total, n.input(5), n.input(6), axis=-1, epsilon=n.float("epsilon", 1e-12)))
+    return normalized, _lengths(n, n.optional(7)), total
 
 
 @onnx_op("QEmbedLayerNormalization", domain=MICROSOFT)
 def quantized_embed_layer_norm(n: Node) -> Result:
-    """The same, of tables of 8 bits: inputs 8 to 12 are the scales of inputs 2 to 6, inputs 13 to 17 zero points."""
+    """QEmbedLayerNormalization: tables of 8 bits; inputs 8 to 12: scales of inputs 2 to 6, 13 to 17: zero points."""
 
-    def looked_up(table: int, indices: Expr) -> Expr:
+    def dequantized_rows(table: int, indices: Expr) -> Expr:
         rows = n.emit(ops.gather(n.input(table), indices, axis=0))
         return n.emit(ops.dequantize_linear(rows, n.input(table + 6), n.input(table + 11)))
 
-    places = n.emit(ops.arange(Constant.of(0, "int64"), Constant.of(1, "int64"), (n.shape()[1],)))
-    total = n.emit(ops.add(looked_up(2, n.input(0)), looked_up(3, places)))
+    position_ids = n.emit(ops.arange(Constant.of(0, "int64"), Constant.of(1, "int64"), (n.shape()[1],)))
+    total = n.emit(ops.add(dequantized_rows(2, n.input(0)), dequantized_rows(3, position_ids)))
     if n.optional(1) is not None and n.optional(4) is not None:
-        total = n.emit(ops.add(total, looked_up(4, n.input(1))))
+        total = n.emit(ops.add(total, dequantized_rows(4, n.input(1))))
     gamma, beta = (n.emit(ops.dequantize_linear(n.input(k), n.input(k + 6), n.input(k + 11))) for k in (5, 6))
-    result = n.emit(ops.layer_norm(total, gamma, beta, axis=-1, epsilon=n.float("epsilon", 1e-12)))
-    return result, _lengths(n, n.optional(7))
+    normalized = n.emit(ops.layer_norm(total, gamma, beta, axis=-1, epsilon=n.float("epsilon", 1e-12)))
+    return normalized, _lengths(n, n.optional(7))
 
 
 def _lengths(n: Node, mask: Expr | None) -> Expr | None:
-    """How many ones each row of a mask has, where that is asked for."""
+    """Return the number of ones in each row of a mask, int32; None if output 1 is unused."""
     if not n.wants(1):
         return None
     if mask is None:
@@ -212,7 +217,7 @@ def _lengths(n: Node, mask: Expr | None) -> Expr | None:
 
 @onnx_op("GroupNorm", domain=MICROSOFT)
 def group_norm(n: Node) -> Result:
-    """Group normalization of (n, h, w, c) or (n, c, h, w), with SiLU if activation=1."""
+    """GroupNorm: group normalization of (n, h, w, c) or (n, c, h, w), with SiLU if activation=1."""
     last = n.flag("channels_last", True)
     rank = n.rank()
     x = n.input(0)
@@ -235,14 +240,15 @@ onnx_op("DynamicQuantizeLinear", domain=MICROSOFT)(dynamic_quantize_linear)
 
 
 def _as_standard(n: Node) -> Node:
-    """The domain's own version 1 means what the standard op has meant since opset 21."""
+    """Return the node as of opset 21: version 1 of this domain is equal to the standard op since opset 21."""
     n.opset = 21
     return n
 
 
 @onnx_op("DynamicQuantizeMatMul", domain=MICROSOFT)
 def dynamic_quantize_matmul(n: Node) -> Result:
-    """a (float, quantized here) @ b (8 bits) in floats: inputs a, b, b's scale, b's zero point, bias."""
+    """DynamicQuantizeMatMul: quantized a @ b, rescaled to floats; inputs: a (float), b (8 bits), b's scale, b's zero
+    point, bias."""
     a, scale, zero = n.fields(ops.dynamic_quantize_linear(n.input(0)))
     zeros = (zero,) if n.optional(3) is None else (zero, n.input(3))
     total = n.emit(ops.cast(n.emit(ops.matmul_integer(a, n.input(1), *zeros)), dtype="float32"))
@@ -251,7 +257,7 @@ def dynamic_quantize_matmul(n: Node) -> Result:
 
 @onnx_op("MatMulIntegerToFloat", domain=MICROSOFT)
 def matmul_integer_to_float(n: Node) -> Result:
-    """Inputs: a, b, their scales, their zero points, bias."""
+    """MatMulIntegerToFloat; inputs: a, b, their scales, their zero points, bias."""
     total = n.emit(ops.matmul_integer(n.input(0), n.input(1), *zero_points(n, 4, 5)))
     dtype = n.dtype(2)
     return _rescaled(n, n.emit(ops.cast(total, dtype=dtype)), n.input(2), n.input(3), n.optional(6))
@@ -264,7 +270,7 @@ def _rescaled(n: Node, total: Expr, left: Expr, right: Expr, bias: Expr | None) 
 
 @onnx_op("QLinearAdd", "QLinearMul", domain=MICROSOFT)
 def qlinear_binary(n: Node) -> Result:
-    """Inputs: a, its scale, its zero point, the same of b, and the result's scale and zero point."""
+    """QLinearAdd, QLinearMul; inputs: a, scale and zero point of a, the same of b, scale and zero point of output."""
     a, b = (n.emit(_dequantized(n, k)) for k in (0, 3))
     op = ops.add if n.op_type == "QLinearAdd" else ops.multiply
     return _quantized(n, n.emit(op(a, b)), 6)
@@ -281,7 +287,7 @@ def _quantized(n: Node, x: Expr, index: int) -> Expr:
 
 @onnx_op("QLinearWhere", domain=MICROSOFT)
 def qlinear_where(n: Node) -> Result:
-    """Inputs: condition, x, its scale, its zero point, the same of y, and the result's scale and zero point."""
+    """QLinearWhere; inputs: condition, x, scale and zero point of x, the same of y, scale and zero point of output."""
     x, y = (n.emit(_dequantized(n, k)) for k in (1, 4))
     return _quantized(n, n.emit(ops.where(n.input(0), x, y)), 7)
 
@@ -313,7 +319,7 @@ def qlinear_average_pool(n: Node) -> Result:
     last, rank, x = n.flag("channels_last"), n.rank(), n.emit(_dequantized(n, 0))
     if last:
         x = n.emit(ops.transpose(x, axes=(0, rank - 1, *range(1, rank - 1))))
-    pads, attrs = pool(n, n.shape_of(x)[2:])
+    pads, attrs = pool_attributes(n, n.shape_of(x)[2:])
     result = n.emit(ops.avg_pool(x, pads, count_include_pad=n.flag("count_include_pad"), **attrs))
     if last:
         result = n.emit(ops.transpose(result, axes=(0, *range(2, rank), 1)))
@@ -322,29 +328,32 @@ def qlinear_average_pool(n: Node) -> Result:
 
 @onnx_op("QGemm", domain=MICROSOFT)
 def qgemm(n: Node) -> Result:
-    """alpha * a @ b in 8 bits, plus a bias in int32 of the product's scale: a, its scale and zero point, the same of b,
-    the bias, the result's scale and zero point, without which it is float32."""
+    """QGemm: alpha * a @ b in 8 bits, plus an int32 bias with the scale of the product.
+
+    Inputs: a, its scale and zero point, the same of b, bias, the result's scale and zero point; without the latter two
+    the result is float32.
+    """
     alpha, bias, operands = n.float("alpha", 1.0), n.optional(6), []
     for name, k in (("transA", 0), ("transB", 3)):
         x = n.emit(ops.transpose(n.input(k), axes=(1, 0))) if n.flag(name) else n.input(k)
         operands.append(n.emit(ops.dequantize_linear(x, n.input(k + 1), n.optional(k + 2), axis=1)))
-    matmul = emit_matmul(n, *operands)
+    product = emit_matmul(n, *operands)
     if bias is not None:
         scale = n.emit(ops.multiply(n.input(1), n.input(4)))
-        matmul = n.emit(ops.add(matmul, n.emit(ops.dequantize_linear(bias, scale, axis=-1))))
-    matmul = matmul if alpha == 1.0 else n.emit(scaled(n, matmul, alpha))
-    return matmul if n.optional(7) is None else _quantized(n, matmul, 7)
+        product = n.emit(ops.add(product, n.emit(ops.dequantize_linear(bias, scale, axis=-1))))
+    product = product if alpha == 1.0 else n.emit(scale_by(n, product, alpha))
+    return product if n.optional(7) is None else _quantized(n, product, 7)
 
 
 @onnx_op("QLinearConcat", domain=MICROSOFT)
 def qlinear_concat(n: Node) -> Result:
-    """Inputs: the result's scale and zero point, then x, scale, zero point for each part."""
+    """QLinearConcat; inputs: the result's scale and zero point, then x, scale and zero point for each part."""
     parts = [n.emit(_dequantized(n, k)) for k in range(2, len(n.inputs), 3)]
     joined = n.emit(ops.concat(*parts, axis=n.int("axis")))
     return ops.quantize_linear(joined, n.input(0), n.input(1))
 
 
-# Others
+# Other ops
 
 
 @onnx_op("ExpandDims", domain=MICROSOFT)

@@ -1,4 +1,4 @@
-"""Control flow: If, Loop and Scan."""
+"""Converters of control flow: If, Loop and Scan."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Protocol
 import numpy as np
 from onnx import GraphProto
 
-from relaxlite.frontend.onnx.appended import Stacked, only_appends, yielding_elements
-from relaxlite.frontend.onnx.convert_shapes import move_first, normalize_axis
+from relaxlite.frontend.onnx.convert_shapes import move_first_axis, normalize_axis
+from relaxlite.frontend.onnx.loop_sequences import StackedSequence, is_append_only, with_appended_outputs
 from relaxlite.frontend.onnx.loops import Outputs, RankConflict
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unify import unify_dims
-from relaxlite.frontend.onnx.unrolled import unrolled_loop
+from relaxlite.frontend.onnx.unrolled import unroll_loop
 from relaxlite.frontend.onnx.validation import names_read
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr, Tuple, Var
@@ -27,12 +27,12 @@ Shape = tuple[SymExpr, ...]
 TRUE = Constant.of(np.array(True))
 ZERO = Constant.of(np.int64(0))
 ONE = Constant.of(np.int64(1))
-_ENDLESS = 1 << 31  # a trip count of at least this is no limit
+_MIN_UNLIMITED = 1 << 31  # larger trip counts are no limit
 
 
 @onnx_op("If")
 def if_op(n: Node) -> Result:
-    """A condition known at compile time selects its branch here."""
+    """If; a condition that is known at compile time selects its branch at import."""
     branches = [n.graph("then_branch"), n.graph("else_branch")]
     for graph in branches:
         if len(graph.output) < n.num_outputs:
@@ -47,15 +47,15 @@ def if_op(n: Node) -> Result:
     try:
         return tuple(n.importer.flow.branch(cond, bodies, names))
     except RankConflict as conflict:
-        return tuple(_chosen_branch(n, cond, bodies, str(conflict)))
+        return tuple(_assumed_branch(n, cond, bodies, str(conflict)))
 
 
-def _chosen_branch(n: Node, cond: Expr, bodies: Sequence[Callable[[], list[Expr]]], why: str) -> list[Expr]:
-    """One branch in place of the If, with a check at run time that it is the one: a value has one rank."""
-    takes_then = n.importer.model.choices.take(n.bb.loc or n.label, f"the condition, for {why}")
-    taken = str(takes_then).lower()
+def _assumed_branch(n: Node, cond: Expr, bodies: Sequence[Callable[[], list[Expr]]], why: str) -> list[Expr]:
+    """Convert one branch in place of an If whose outputs differ in rank, with a run-time check of the condition."""
+    takes_then = n.importer.model.assumptions.assume(n.bb.loc or n.label, f"the condition, for {why}")
+    assumed = str(takes_then).lower()
     n.check_assumption(
-        cond, takes_then, f"its condition is {str(not takes_then).lower()}, but taken to be {taken}: {why}"
+        cond, takes_then, f"its condition is {str(not takes_then).lower()}, but taken to be {assumed}: {why}"
     )
     return bodies[0 if takes_then else 1]()
 
@@ -65,22 +65,25 @@ def _scalar(n: Node, x: Expr) -> Expr:
 
 
 class _Collector(Protocol):
-    """What a loop makes of an output of its body that the body does not read back."""
+    """Accumulates an output of a loop's body that later iterations do not read, in values that the loop carries.
+
+    `step` returns the next carried values, `result` the collected value after `count` iterations.
+    """
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """One name for each value that the loop carries for it."""
+        """The name of each value that the loop carries for the collector."""
 
     def inits(self, n: Node) -> list[Expr]: ...
 
-    def step(self, n: Node, held: Sequence[Expr], value: Expr) -> list[Expr]: ...
+    def step(self, n: Node, carried: Sequence[Expr], value: Expr) -> list[Expr]: ...
 
-    def result(self, n: Node, held: Sequence[Expr], count: Expr) -> Expr: ...
+    def result(self, n: Node, carried: Sequence[Expr], count: Expr) -> Expr: ...
 
 
 @dataclass
-class _Last:
-    """The value of the last iteration. The initial one counts only if there is none; it may be of another shape."""
+class _LastValue:
+    """Keeps the last iteration's value. The initial value, used if there are no iterations, may have another shape."""
 
     name: str
     init: Expr
@@ -92,21 +95,21 @@ class _Last:
         return (self.name,)
 
     def inits(self, n: Node) -> list[Expr]:
-        given = n.type_of(self.init)
-        if given.dtype == self.ty.dtype and given.rank == self.ty.rank:
+        init_type = n.type_of(self.init)
+        if init_type.dtype == self.ty.dtype and init_type.rank == self.ty.rank:
             return [self.init]
         return [n.emit(ops.full(self.dims, Constant.of(0, self.ty.dtype)), self.name)]
 
-    def step(self, n: Node, held: Sequence[Expr], value: Expr) -> list[Expr]:
+    def step(self, n: Node, carried: Sequence[Expr], value: Expr) -> list[Expr]:
         return [value]
 
-    def result(self, n: Node, held: Sequence[Expr], count: Expr) -> Expr:
-        return held[0]
+    def result(self, n: Node, carried: Sequence[Expr], count: Expr) -> Expr:
+        return carried[0]
 
 
 @dataclass
-class _Stack:
-    """A value per iteration, along a new first axis; flattened with its sizes where these are known inside only."""
+class _StackedValues:
+    """Stacks the values along a new first axis; as a flat tensor and a shape if sizes are known only in the body."""
 
     name: str
     dtype: str
@@ -124,55 +127,56 @@ class _Stack:
             return [n.emit(ops.full((sym(0), *self.dims), zero), self.name)]
         return [n.emit(ops.full((sym(0),), zero), self.name), Constant.of(np.zeros(len(self.dims), np.int64))]
 
-    def step(self, n: Node, held: Sequence[Expr], value: Expr) -> list[Expr]:
+    def step(self, n: Node, carried: Sequence[Expr], value: Expr) -> list[Expr]:
         if self.is_flat:
             row = n.emit(ops.reshape(value, (product(n.shape_of(value)),)))
             sizes = n.emit(ops.shape_of(value))
         else:
-            fitted = unify_dims(n.bb, value, dict(enumerate(n.shape_of(held[0])[1:])))
+            fitted = unify_dims(n.bb, value, dict(enumerate(n.shape_of(carried[0])[1:])))
             row = n.emit(ops.expand_dims(fitted, axes=(0,)))
-        pair = (row, held[0]) if self.prepends else (held[0], row)
+        pair = (row, carried[0]) if self.prepends else (carried[0], row)
         joined = n.emit(ops.concat(*pair, axis=0), self.name)
         return [joined, sizes] if self.is_flat else [joined]
 
-    def result(self, n: Node, held: Sequence[Expr], count: Expr) -> Expr:
+    def result(self, n: Node, carried: Sequence[Expr], count: Expr) -> Expr:
         if not self.is_flat:
-            return held[0]
-        sizes = n.resolver.values(held[1], lower=0)
-        return n.emit(ops.reshape(held[0], (*n.resolver.values(count, lower=0), *sizes)), self.name)
+            return carried[0]
+        sizes = n.resolver.values(carried[1], lower=0)
+        return n.emit(ops.reshape(carried[0], (*n.resolver.values(count, lower=0), *sizes)), self.name)
 
 
-def _stacks(n: Node, values: Sequence[Expr], names: Sequence[str], marker: int) -> list[_Stack]:
-    found = []
+def _stacks(n: Node, values: Sequence[Expr], names: Sequence[str], marker: int) -> list[_StackedValues]:
+    stacks = []
     for value, name in zip(values, names, strict=True):
         dims = n.shape_of(value)
         is_flat = any(v.serial > marker for d in dims for v in d.free_vars())
-        found.append(_Stack(name or "stacked", n.type_of(value).dtype, dims, is_flat))
-    return found
+        stacks.append(_StackedValues(name or "stacked", n.type_of(value).dtype, dims, is_flat))
+    return stacks
 
 
-def _collect(n: Node, collectors: Sequence[_Collector], held: Sequence[Expr], found: Sequence[Expr]) -> list[Expr]:
-    """What the loop carries on for its collectors."""
-    rest, values = list(held), list[Expr]()
-    for collector, value in zip(collectors, found, strict=True):
-        values += collector.step(n, [rest.pop(0) for _ in collector.labels], value)
+def _collect(n: Node, collectors: Sequence[_Collector], carried: Sequence[Expr], outputs: Sequence[Expr]) -> list[Expr]:
+    """Return the next carried values of all collectors, from one iteration's outputs."""
+    remaining, values = list(carried), list[Expr]()
+    for collector, value in zip(collectors, outputs, strict=True):
+        values += collector.step(n, [remaining.pop(0) for _ in collector.labels], value)
     return values
 
 
-def _collected(n: Node, collectors: Sequence[_Collector], held: Sequence[Expr], count: Expr) -> list[Expr]:
-    rest = list(held)
-    return [c.result(n, [rest.pop(0) for _ in c.labels], count) for c in collectors]
+def _collected(n: Node, collectors: Sequence[_Collector], carried: Sequence[Expr], count: Expr) -> list[Expr]:
+    """Return the results of all collectors, from the final carried values."""
+    remaining = list(carried)
+    return [c.result(n, [remaining.pop(0) for _ in c.labels], count) for c in collectors]
 
 
-def _stand_in(n: Node, x: Expr) -> Expr:
-    """A variable of the same type whose value is not known."""
+def _placeholder(n: Node, x: Expr) -> Expr:
+    """Return a variable of the type of x, for a body that is converted only to learn types."""
     return Var("probe", n.type_of(x))
 
 
 @onnx_op("Loop")
 def loop_op(n: Node) -> Result:
-    """Inputs: trip count, condition, initial values. The body yields both anew, and what to stack."""
-    unrolled = unrolled_loop(n)
+    """Loop; inputs: trip count, condition, initial values. The body yields condition, next values, values to stack."""
+    unrolled = unroll_loop(n)
     if unrolled is not None:
         return unrolled
     body = _LoopBody(n)
@@ -181,29 +185,32 @@ def loop_op(n: Node) -> Result:
     carried = len(body.carried)
 
     def make(params: Sequence[Var]) -> Outputs:
-        cond, outputs, found = body.convert(params[0], params[1 : carried + 1])
-        following = n.emit(ops.add(params[0], ONE))
-        kept = _collect(n, collectors, params[carried + 1 :], found)
-        return _goes_on(n, cond, following, limit), [following, *outputs, *kept]
+        cond, outputs, outputs_to_collect = body.convert(params[0], params[1 : carried + 1])
+        next_step = n.emit(ops.add(params[0], ONE))
+        collector_values = _collect(n, collectors, params[carried + 1 :], outputs_to_collect)
+        return _loop_condition(n, cond, next_step, limit), [next_step, *outputs, *collector_values]
 
     cond = TRUE if n.optional(1) is None else _scalar(n, n.input(1))
     labels = ["iteration", *(body.names[k] for k in body.carried), *(label for c in collectors for label in c.labels)]
     values = [ZERO, *(body.inits[k] for k in body.carried), *(x for c in collectors for x in c.inits(n))]
-    count, *final = n.importer.flow.loop(_goes_on(n, cond, ZERO, limit), values, labels, make)
+    count, *final = n.importer.flow.loop(_loop_condition(n, cond, ZERO, limit), values, labels, make)
     gathered = _collected(n, collectors, final[carried:], count)
     results = list(body.inits)
     for k, value in zip(body.carried + body.last + body.lists, final[:carried] + gathered, strict=False):
-        results[k] = Stacked((value,)) if k in body.lists else value
+        results[k] = StackedSequence((value,)) if k in body.lists else value
     return (*results, *gathered[len(body.last + body.lists) :])
 
 
 class _LoopBody:
-    """The body of an ONNX Loop and how its values are carried: some never change, some are never read back; lists that
-    are only appended to yield what is appended."""
+    """The body of an ONNX Loop, with its values classified by use.
+
+    `carried`: values that change and are read. `last`: values that change and are never read. `lists`: sequences that
+    are only appended to. Other values are loop-invariant.
+    """
 
     def __init__(self, n: Node) -> None:
         graph, self.n = n.graph("body"), n
-        self.inits = [self._present(k) for k in range(2, len(n.inputs))]
+        self.inits = [self._initial_value(k) for k in range(2, len(n.inputs))]
         total = len(self.inits)
         if len(graph.input) != total + 2 or len(graph.output) < total + 1:
             n.fail(
@@ -216,75 +223,75 @@ class _LoopBody:
         self.lists = [k for k in changing if self._is_list(graph, k)]
         self.carried = [k for k in changing if self.names[k] in read and k not in self.lists]
         self.last = [k for k in changing if self.names[k] not in read]
-        self.graph = yielding_elements(graph, self.lists)
+        self.graph = with_appended_outputs(graph, self.lists)
 
     def _is_list(self, graph: GraphProto, k: int) -> bool:
-        """Whether value k is one; ImportModelError for another sequence."""
+        """Whether value k is a sequence that is only appended to. ImportModelError for other changing sequences."""
         init = self.inits[k]
-        if isinstance(init, Tuple) and (init.fields or not only_appends(graph, k)):
+        if isinstance(init, Tuple) and (init.fields or not is_append_only(graph, k)):
             self.n.fail(
                 f"sequence '{self.names[k]}' changes in the loop: this is supported only where it is empty at first "
                 "and each iteration just appends a tensor; concatenate a tensor instead"
             )
         return isinstance(init, Tuple)
 
-    def _present(self, index: int) -> Expr:
-        found = self.n.optional(index)
-        if found is None:
+    def _initial_value(self, index: int) -> Expr:
+        init = self.n.optional(index)
+        if init is None:
             self.n.fail(f"initial value {index - 2} of the loop is missing")
-        return found
+        return init
 
-    def convert(self, step: Expr, held: Sequence[Expr]) -> tuple[Expr, list[Expr], list[Expr]]:
-        """(next condition, next values that are carried, values to collect) of one iteration."""
+    def convert(self, step: Expr, carried: Sequence[Expr]) -> tuple[Expr, list[Expr], list[Expr]]:
+        """Convert one iteration; return (next condition, next carried values, outputs to collect)."""
         values = list(self.inits)
-        for k, value in zip(self.carried, held, strict=True):
+        for k, value in zip(self.carried, carried, strict=True):
             values[k] = value
         cond, *outputs = self.n.importer.subgraph(self.graph, [step, TRUE, *values], self.n.label)
         collected = [outputs[k] for k in self.last + self.lists] + outputs[len(values) :]
         return _scalar(self.n, cond), [outputs[k] for k in self.carried], collected
 
     def collectors(self) -> list[_Collector]:
-        """For the outputs to collect: their types show in a loop that is built and thrown away."""
+        """Return collectors for the outputs to collect, whose types are learned from a loop that is discarded."""
         n, total = self.n, len(self.inits)
         stacked = [n.proto.output[k] if k < n.num_outputs else "" for k in range(total, len(self.graph.output) - 1)]
         stacked = [self.names[k] for k in self.lists] + stacked
         if not stacked and not self.last:
             return []
         marker = SymVar("outer").serial
-        exprs: list[Expr] = []
+        outputs_to_collect: list[Expr] = []
 
         def make(params: Sequence[Var]) -> Outputs:
-            cond, outputs, exprs[:] = self.convert(params[0], params[1:])
+            cond, outputs, outputs_to_collect[:] = self.convert(params[0], params[1:])
             return cond, [params[0], *outputs]
 
         with n.bb.body(), n.resolver.scope():
             labels = ["iteration", *(self.names[k] for k in self.carried)]
             n.importer.flow.loop(TRUE, [ZERO, *(self.inits[k] for k in self.carried)], labels, make)
         count = len(self.last)
-        lasts = [self._last(k, x, marker) for k, x in zip(self.last, exprs, strict=False)]
-        stacks = _stacks(n, exprs[count:], stacked, marker)
+        lasts = [self._last(k, x, marker) for k, x in zip(self.last, outputs_to_collect, strict=False)]
+        stacks = _stacks(n, outputs_to_collect[count:], stacked, marker)
         for stack in stacks[: len(self.lists)]:
             if stack.is_flat:
                 n.fail(f"what the loop appends to sequence '{stack.name}' has sizes that only the loop knows")
         return [*lasts, *stacks]
 
-    def _last(self, k: int, value: Expr, marker: int) -> _Last:
+    def _last(self, k: int, value: Expr, marker: int) -> _LastValue:
         dims = tuple(sym(0) if any(v.serial > marker for v in d.free_vars()) else d for d in self.n.shape_of(value))
-        return _Last(self.names[k], self.inits[k], self.n.type_of(value), dims)
+        return _LastValue(self.names[k], self.inits[k], self.n.type_of(value), dims)
 
 
 def _trip_limit(n: Node) -> Expr | None:
     if n.optional(0) is None:
         return None
     known = n.const(0)
-    if known is not None and int(known.reshape(-1)[0]) >= _ENDLESS:
+    if known is not None and int(known.reshape(-1)[0]) >= _MIN_UNLIMITED:
         return None
     limit = _scalar(n, n.input(0))
     return limit if n.type_of(limit).dtype == "int64" else n.emit(ops.cast(limit, dtype="int64"))
 
 
-def _goes_on(n: Node, cond: Expr, step: Expr, limit: Expr | None) -> Expr:
-    """cond and step < limit"""
+def _loop_condition(n: Node, cond: Expr, step: Expr, limit: Expr | None) -> Expr:
+    """Emit cond and step < limit; limit None: no limit."""
     if limit is None:
         return cond
     is_below = n.emit(ops.less(step, limit))
@@ -295,13 +302,13 @@ def _goes_on(n: Node, cond: Expr, step: Expr, limit: Expr | None) -> Expr:
 
 @onnx_op("Scan", since=9)
 def scan_op(n: Node) -> Result:
-    """A loop over slices of the scan inputs; the scan outputs are stacked."""
+    """Scan: a loop over slices of the scan inputs, whose scan outputs are stacked."""
     graph, scanned = n.graph("body"), n.int("num_scan_inputs")
     count = len(n.inputs) - scanned
     outputs = len(graph.output) - count
     states, xs = n.all_inputs()[:count], n.all_inputs()[count:]
     axes = n.ints("scan_input_axes", None) or (0,) * scanned
-    backwards = n.ints("scan_input_directions", None) or (0,) * scanned
+    is_reversed = n.ints("scan_input_directions", None) or (0,) * scanned
     out_axes = n.ints("scan_output_axes", None) or (0,) * outputs
     reversed_ = n.ints("scan_output_directions", None) or (0,) * outputs
     axes = tuple(normalize_axis(n, a, len(n.shape_of(x))) for a, x in zip(axes, xs, strict=True))
@@ -309,23 +316,31 @@ def scan_op(n: Node) -> Result:
     trip = n.emit(ops.reshape(n.emit(ops.shape_to_tensor((length,))), ()))
 
     def slices(step: Expr) -> list[Expr]:
-        last = n.emit(ops.subtract(n.emit(ops.subtract(trip, ONE)), step)) if any(backwards) else step
-        return [n.emit(ops.gather(x, last if b else step, axis=a)) for x, a, b in zip(xs, axes, backwards, strict=True)]
+        last = n.emit(ops.subtract(n.emit(ops.subtract(trip, ONE)), step)) if any(is_reversed) else step
+        return [
+            n.emit(ops.gather(x, last if b else step, axis=a)) for x, a, b in zip(xs, axes, is_reversed, strict=True)
+        ]
 
     marker = SymVar("outer").serial
     with n.bb.body(), n.resolver.scope():
         step = Var("probe", ZERO.ty)
-        probed = n.importer.subgraph(graph, [*map(lambda s: _stand_in(n, s), states), *slices(step)], n.label)[count:]
+        probe_outputs = n.importer.subgraph(
+            graph, [*map(lambda s: _placeholder(n, s), states), *slices(step)], n.label
+        )[count:]
     collected = [n.proto.output[k] if k < n.num_outputs else "" for k in range(count, len(graph.output))]
-    stacks = _stacks(n, probed, collected, marker)
+    stacks = _stacks(n, probe_outputs, collected, marker)
     for stack, flag in zip(stacks, reversed_, strict=True):
         stack.prepends = bool(flag)
 
     def make(params: Sequence[Var]) -> Outputs:
-        step, held, rest = params[0], params[1 : count + 1], params[count + 1 :]
-        found = n.importer.subgraph(graph, [*held, *slices(step)], n.label)
-        following = n.emit(ops.add(step, ONE))
-        return n.emit(ops.less(following, trip)), [following, *found[:count], *_collect(n, stacks, rest, found[count:])]
+        step, states_now, stack_values = params[0], params[1 : count + 1], params[count + 1 :]
+        body_outputs = n.importer.subgraph(graph, [*states_now, *slices(step)], n.label)
+        next_step = n.emit(ops.add(step, ONE))
+        return n.emit(ops.less(next_step, trip)), [
+            next_step,
+            *body_outputs[:count],
+            *_collect(n, stacks, stack_values, body_outputs[count:]),
+        ]
 
     starts = [x for stack in stacks for x in stack.inits(n)]
     labels = [
@@ -338,4 +353,4 @@ def scan_op(n: Node) -> Result:
         lead += [None, None] if stack.is_flat else [length]
     final = n.importer.flow.loop(n.emit(ops.less(ZERO, trip)), [ZERO, *states, *starts], labels, make, lead)
     stacked = _collected(n, stacks, final[count + 1 :], final[0])
-    return (*final[1 : count + 1], *(move_first(n, x, a) for x, a in zip(stacked, out_axes, strict=True)))
+    return (*final[1 : count + 1], *(move_first_axis(n, x, a) for x, a in zip(stacked, out_axes, strict=True)))

@@ -1,4 +1,4 @@
-"""Ops whose result has a size that only the data tells (NonZero, Unique, NonMaxSuppression, ...), and sorting."""
+"""Converters of ops with data-dependent result sizes (NonZero, Unique, NonMaxSuppression, ...), and of TopK."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.symbolic import IntLike, as_int, product, smin, sym
 
-_NO_LIMIT = 1 << 31
+_MIN_UNLIMITED = 1 << 31
 
 
-def _matched(n: Node, value: Expr, shape: Sequence[IntLike], index: int = 0) -> Expr:
+def _with_shape(n: Node, value: Expr, shape: Sequence[IntLike], index: int = 0) -> Expr:
     return n.bb.match_shape(n.bb.leaf(value), list(shape), n.proto.output[index] or None)
 
 
@@ -27,7 +27,7 @@ def non_zero(n: Node) -> Result:
     x = n.input(0)
     if n.rank() == 0:
         n.fail("NonZero of a scalar is not supported")
-    return _matched(n, ops.non_zero(x), (n.rank(), n.importer.symbols.fresh(f"{n.proto.output[0]}_count")))
+    return _with_shape(n, ops.non_zero(x), (n.rank(), n.importer.symbols.fresh(f"{n.proto.output[0]}_count")))
 
 
 @onnx_op("Compress", since=9)
@@ -35,23 +35,23 @@ def compress(n: Node) -> Result:
     axis = n.int("axis", None)
     size = n.importer.symbols.fresh(f"{n.proto.output[0]}_count")
     if axis is None:
-        return _matched(n, ops.compress(n.input(0), n.input(1), axis=None), (size,))
+        return _with_shape(n, ops.compress(n.input(0), n.input(1), axis=None), (size,))
     dims = list(n.shape())
     axis = normalize_axis(n, axis, len(dims))
     dims[axis] = size
-    return _matched(n, ops.compress(n.input(0), n.input(1), axis=axis), dims)
+    return _with_shape(n, ops.compress(n.input(0), n.input(1), axis=axis), dims)
 
 
 @onnx_op("Unique", since=11)
 def unique(n: Node) -> Result:
-    """Values, first indices, inverse and counts; along an axis only where the other dimensions are 1."""
+    """Unique; outputs: values, first indices, inverse and counts."""
     x, axis, is_sorted = n.input(0), n.int("axis", None), n.flag("sorted", True)
     if axis is not None and n.rank() > 1:
         return unique_rows(n, normalize_axis(n, axis, n.rank()), is_sorted=is_sorted)
     size = n.importer.symbols.fresh(f"{n.proto.output[0]}_count")
     values, first, inverse, counts = n.fields(ops.unique(x, sorted=is_sorted))
-    matched = [_matched(n, v, (size,)) for v in (values, first)]
-    return (*matched, inverse, _matched(n, counts, (size,)))
+    sized_outputs = [_with_shape(n, v, (size,)) for v in (values, first)]
+    return (*sized_outputs, inverse, _with_shape(n, counts, (size,)))
 
 
 @onnx_op("TopK")
@@ -69,24 +69,28 @@ def top_k(n: Node) -> Result:
 
 @onnx_op("NonMaxSuppression", since=10)
 def non_max_suppression(n: Node) -> Result:
-    """Inputs: boxes, scores, limit per class (absent or 0: nothing is selected), IoU threshold, score threshold."""
+    """NonMaxSuppression; inputs: boxes, scores, limit per class (absent or 0: no results), IoU and score thresholds."""
     boxes, scores = n.input(0), n.input(1)
     limit = n.shape_values(2, lower=0)[0] if n.optional(2) is not None else sym(0)
     spatial = n.shape(0)[1]
     limit = (
-        spatial if (as_int(limit) or 0) >= _NO_LIMIT or PROVER.can_prove_le(spatial, limit) else smin(limit, spatial)
+        spatial
+        if (as_int(limit) or 0) >= _MIN_UNLIMITED or PROVER.can_prove_le(spatial, limit)
+        else smin(limit, spatial)
     )
     thresholds = [
         n.input(k) if n.optional(k) is not None else Constant.of(np.float32(value))
         for k, value in ((3, 0.0), (4, -np.inf))
     ]
-    result = ops.non_max_suppression(boxes, scores, *thresholds, (limit,), center_point_box=n.flag("center_point_box"))
-    return _matched(n, result, (n.importer.symbols.fresh(f"{n.proto.output[0]}_count"), 3))
+    selected = ops.non_max_suppression(
+        boxes, scores, *thresholds, (limit,), center_point_box=n.flag("center_point_box")
+    )
+    return _with_shape(n, selected, (n.importer.symbols.fresh(f"{n.proto.output[0]}_count"), 3))
 
 
 @onnx_op("ArrayFeatureExtractor", domain="ai.onnx.ml")
 def array_feature_extractor(n: Node) -> Result:
-    """The columns (last axis) with these indices."""
+    """ArrayFeatureExtractor: gather columns, elements of the last axis, by index."""
     indices = n.emit(ops.reshape(n.input(1), (product(n.shape(1)),)))
     x = n.input(0) if n.rank() > 1 else n.emit(ops.expand_dims(n.input(0), axes=(0,)))
     return ops.gather(x, indices, axis=-1)

@@ -1,4 +1,4 @@
-"""Element-by-element ops: arithmetic, comparison, logic, activations, casts."""
+"""Converters of elementwise ops: arithmetic, comparison, logic, activations, dropout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BINARY = {
     "BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or", "BitwiseXor": "bitwise_xor",
 }  # fmt: skip
 
-# op -> its attributes with their defaults
+# ONNX op -> (the IR's op, attributes with their defaults)
 _FLOAT_ATTRS: dict[str, tuple[str, dict[str, float]]] = {
     "LeakyRelu": ("leaky_relu", {"alpha": 0.01}),
     "Elu": ("elu", {"alpha": 1.0}),
@@ -50,7 +50,7 @@ def _binary(op: Op, n: Node) -> Result:
 
 
 def _legacy_binary(op: Op, n: Node) -> Result:
-    """Before opset 7, operands are broadcast only on demand: b stands at `axis` of a."""
+    """Convert a binary op before opset 7, which broadcasts b to a from `axis` on if `broadcast` is set."""
     n.ignore("consumed_inputs")
     return op(n.input(0), _legacy_operand(n))
 
@@ -109,11 +109,11 @@ def pow_7(n: Node) -> Result:
 
 
 def _power(n: Node, base: Expr, exponent: Expr) -> Result:
-    """The result has the base's type; an integer to a float power is computed in floats."""
-    dtype, other = n.type_of(base).dtype, n.type_of(exponent).dtype
-    if dtype == other:
+    """Emit a power with the dtype of the base; an integer to a float power is computed in float64."""
+    dtype, exponent_dtype = n.type_of(base).dtype, n.type_of(exponent).dtype
+    if dtype == exponent_dtype:
         return ops.power(base, exponent)
-    if dtypes.is_float(dtype) or dtypes.is_integer(other):
+    if dtypes.is_float(dtype) or dtypes.is_integer(exponent_dtype):
         return ops.power(base, n.emit(ops.cast(exponent, dtype=dtype)))
     wide = n.emit(ops.power(n.emit(ops.cast(base, dtype="float64")), n.emit(ops.cast(exponent, dtype="float64"))))
     return ops.cast(wide, dtype=dtype)
@@ -121,7 +121,7 @@ def _power(n: Node, base: Expr, exponent: Expr) -> Result:
 
 @onnx_op("Mod")
 def mod(n: Node) -> Result:
-    """fmod=1: the sign of the dividend; else that of the divisor (integers only)."""
+    """Mod: the remainder has the sign of the dividend (fmod=1), else of the divisor (integers only)."""
     return (ops.fmod if n.flag("fmod") else ops.floormod)(n.input(0), n.input(1))
 
 
@@ -135,10 +135,10 @@ def bit_shift(n: Node) -> Result:
 
 def _variadic(op: Op, n: Node) -> Result:
     n.ignore("consumed_inputs")
-    first, *rest = n.all_inputs()
+    total, *rest = n.all_inputs()
     for x in rest:
-        first = n.emit(op(*unify_broadcast(n.bb, [first, x])))
-    return first
+        total = n.emit(op(*unify_broadcast(n.bb, [total, x])))
+    return total
 
 
 for _name, _op in {"Sum": "add", "Max": "maximum", "Min": "minimum"}.items():
@@ -163,9 +163,9 @@ def where(n: Node) -> Result:
 @onnx_op("Selu")
 def selu(n: Node) -> Result:
     n.ignore("consumed_inputs")
-    newer = n.opset >= 6
-    alpha = n.float("alpha", 1.6732632423543772 if newer else 1.6732)
-    return ops.selu(n.input(0), alpha=alpha, gamma=n.float("gamma", 1.0507009873554805 if newer else 1.0507))
+    is_new = n.opset >= 6
+    alpha = n.float("alpha", 1.6732632423543772 if is_new else 1.6732)
+    return ops.selu(n.input(0), alpha=alpha, gamma=n.float("gamma", 1.0507009873554805 if is_new else 1.0507))
 
 
 @onnx_op("Gelu", since=20)
@@ -184,7 +184,7 @@ def swish(n: Node) -> Result:
 
 @onnx_op("PRelu")
 def prelu_1(n: Node) -> Result:
-    """Before opset 7, slope is one number, or one per channel."""
+    """PRelu before opset 7, whose slope is one number, or one per channel."""
     n.ignore("consumed_inputs")
     slope = n.input(1)
     if n.rank(1) == 1 and n.rank(0) > 2:
@@ -205,7 +205,7 @@ def clip_1(n: Node) -> Result:
 
 @onnx_op("Clip", since=11)
 def clip(n: Node) -> Result:
-    """Constant bounds of floats are attributes of our op; others are tensors."""
+    """Clip; constant bounds of floats are attributes of the IR's clip, other bounds are operands of max and min."""
     x, lower, upper = n.input(0), n.optional(1), n.optional(2)
     known = [None if bound is None else n.const(k) for k, bound in ((1, lower), (2, upper))]
     if dtypes.is_float(n.dtype()) and all(
@@ -235,7 +235,7 @@ def identity(n: Node) -> Result:
 
 @onnx_op("Dropout")
 def dropout_1(n: Node) -> Result:
-    """At inference the identity; its mask is all true."""
+    """Dropout, at inference the identity with a mask of ones."""
     n.ignore("consumed_inputs", "ratio", "seed")
     if n.opset < 7 and not n.flag("is_test") and n.has("is_test"):
         n.fail("Dropout with is_test=0 is training, which relaxlite does not do")
@@ -251,7 +251,7 @@ def dropout(n: Node) -> Result:
 
 
 def _is_training(n: Node) -> bool:
-    """Whether the node drops anything."""
+    """Whether the node is in training mode with a ratio other than 0."""
     if n.optional(2) is None:
         return False
     mode, ratio = n.const(2), n.const(1) if n.optional(1) is not None else None
@@ -261,6 +261,6 @@ def _is_training(n: Node) -> bool:
 
 
 def _mask(n: Node) -> Expr:
-    """Of the input's type before opset 10, of bool since."""
+    """Emit a mask of ones: in the input's dtype before opset 10, in bool since."""
     one = Constant.of(1, n.dtype() if n.opset < 10 else "bool")
     return n.emit(ops.broadcast_to(one, n.shape()))

@@ -1,4 +1,4 @@
-"""Gather and scatter, ranges and triangles: elements chosen by indices."""
+"""Converters of gather and scatter, one-hot, ranges and triangular matrices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scatter_nd(n: Node) -> Result:
 
 @onnx_op("OneHot", since=9)
 def one_hot(n: Node) -> Result:
-    """Indices and depth may be floats; values are (off, on)."""
+    """OneHot; indices and depth may be floats, values are (off, on)."""
     indices = n.input(0)
     if dtypes.is_float(n.dtype(0)):
         indices = n.emit(ops.cast(indices, dtype="int64"))
@@ -61,7 +61,7 @@ def _as_int64(n: Node, x: Expr) -> Expr:
 
 @onnx_op("Range", since=11)
 def make_range(n: Node) -> Result:
-    """start, start + delta, ... below limit: max(ceil((limit - start) / delta), 0) elements."""
+    """Range: start, start + delta, ... before limit: max(ceil((limit - start) / delta), 0) elements."""
     return ops.arange(n.input(0), n.input(2), (_range_count(n),))
 
 
@@ -73,9 +73,9 @@ def _range_count(n: Node) -> SymExpr:
             start, limit = n.shape_values(0)[0], n.shape_values(1)[0]
             count = ceildiv(limit - start, step) if step > 0 else ceildiv(start - limit, -step)
             return count if PROVER.can_prove_le(0, count) else smax(count, 0)
-    result = _ratio_count(n)
-    if result is not None:
-        return result
+    ratio_count = _ratio_count(n)
+    if ratio_count is not None:
+        return ratio_count
     wide = [n.emit(ops.cast(n.input(k), dtype="float64")) for k in range(3)]
     length = n.emit(ops.divide(n.emit(ops.subtract(wide[1], wide[0])), wide[2]))
     count_ = n.emit(ops.maximum(n.emit(ops.cast(n.emit(ops.ceil(length)), dtype="int64")), np.int64(0)))
@@ -83,13 +83,13 @@ def _range_count(n: Node) -> SymExpr:
 
 
 def _ratio_count(n: Node) -> SymExpr | None:
-    """From floats that are fractions of symbols, as in a range over a size that was cast to floats."""
+    """Return the number of elements of a float range whose operands are fractions of symbols, else None."""
     if not dtypes.is_float(n.dtype()):
         return None
-    result = [n.resolver.ratios(n.input(k)) for k in range(3)]
-    if any(v is None for v in result):
+    operands = [n.resolver.ratios(n.input(k)) for k in range(3)]
+    if any(v is None for v in operands):
         return None
-    start, limit, delta = (v.reshape(-1)[0] for v in result)
+    start, limit, delta = (v.reshape(-1)[0] for v in operands)
     step = delta.num.const if delta.num.is_const else 0
     if step == 0:
         return None
@@ -113,23 +113,23 @@ def trilu(n: Node) -> Result:
 
 @onnx_op("TensorScatter", since=24)
 def tensor_scatter(n: Node) -> Result:
-    """A cache with an update written from write_indices[b] on along an axis; "circular" goes round at its end."""
+    """TensorScatter: write an update into a cache from write_indices[b] on along an axis; "circular" wraps around."""
     mode = n.text("mode", "linear")
     axis = normalize_axis(n, n.int("axis", -2), n.rank())
     extent, (batch, *_), size = n.shape()[axis], n.shape(1), n.shape(1)[axis]
     zero, one = Constant.of(0, "int64"), Constant.of(1, "int64")
-    places: Expr = n.emit(ops.arange(zero, one, (size,)))
+    indices: Expr = n.emit(ops.arange(zero, one, (size,)))
     if n.optional(2) is not None:
         begins = n.emit(ops.reshape(n.emit(ops.cast(n.input(2), dtype="int64")), (batch, 1)))
-        places = n.emit(ops.add(begins, places))
+        indices = n.emit(ops.add(begins, indices))
     else:
-        places = n.emit(ops.reshape(places, (1, size)))
+        indices = n.emit(ops.reshape(indices, (1, size)))
     if mode == "circular":
         limit = n.emit(ops.reshape(n.emit(ops.shape_to_tensor((extent,))), ()))
-        places = n.emit(ops.floormod(places, limit))
+        indices = n.emit(ops.floormod(indices, limit))
     elif mode != "linear":
         n.fail(f"attribute 'mode' must be linear or circular, not {mode!r}")
     update = unify_dims(n.bb, n.input(1), {k: d for k, d in enumerate(n.shape()) if k != axis})
-    rows = n.shape_of(places)[0]
-    column = n.emit(ops.reshape(places, tuple(rows if k == 0 else size if k == axis else 1 for k in range(n.rank()))))
+    rows = n.shape_of(indices)[0]
+    column = n.emit(ops.reshape(indices, tuple(rows if k == 0 else size if k == axis else 1 for k in range(n.rank()))))
     return ops.scatter_elements(n.input(0), n.emit(ops.broadcast_to(column, n.shape_of(update))), update, axis=axis)

@@ -1,4 +1,4 @@
-"""Matrix products: MatMul, Gemm, Einsum, Det."""
+"""Converters of linear algebra: MatMul, Gemm, Einsum, Det."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _MAX_DET = 5
 
 
 def emit_matmul(n: Node, a: Expr, b: Expr) -> Expr:
-    """a @ b; contracted dimensions with different symbols are checked at run time."""
+    """Emit a @ b; contracted dimensions with different symbols are checked at run time."""
     return n.emit(matmul_call(n, a, b))
 
 
 def matmul_call(n: Node, a: Expr, b: Expr) -> Expr:
+    """Return the call a @ b, see `emit_matmul`."""
     left, right = n.shape_of(a), n.shape_of(b)
     if left and right:
         a = unify_dims(n.bb, a, {len(left) - 1: right[-2] if len(right) > 1 else right[0]})
@@ -35,34 +36,35 @@ def matmul(n: Node) -> Result:
 
 @onnx_op("Gemm")
 def gemm(n: Node) -> Result:
-    """alpha * A' @ B' + beta * C, where C is broadcast to the product (before opset 7 if `broadcast` says so)."""
+    """Gemm: alpha * A' @ B' + beta * C, with C broadcast to the product."""
     alpha, beta = n.float("alpha", 1.0), n.float("beta", 1.0)
     if n.opset < 7:
-        n.int("broadcast", 0)  # the operand's shape says as much
+        n.int("broadcast", 0)  # follows from the shape of C
     a = n.emit(ops.transpose(n.input(0), axes=(1, 0))) if n.flag("transA") else n.input(0)
     b = n.emit(ops.transpose(n.input(1), axes=(1, 0))) if n.flag("transB") else n.input(1)
     if len(n.shape_of(a)) != 2 or len(n.shape_of(b)) != 2:
         n.fail("Gemm multiplies matrices: its first two inputs must have rank 2")
     product = matmul_call(n, a, b)
     if alpha != 1.0:
-        product = scaled(n, n.emit(product), alpha)
+        product = scale_by(n, n.emit(product), alpha)
     c = n.optional(2)
     if c is None or beta == 0.0:
         return product
     result = n.emit(product)
-    added = _fitted(n, c if beta == 1.0 else n.emit(scaled(n, c, beta)), n.shape_of(result))
+    added = _broadcast_to_product(n, c if beta == 1.0 else n.emit(scale_by(n, c, beta)), n.shape_of(result))
     return ops.add(result, added)
 
 
-def _fitted(n: Node, x: Expr, target: Shape) -> Expr:
-    """x for a sum with a tensor of this shape, which is not to be broadcast to x."""
+def _broadcast_to_product(n: Node, x: Expr, target: Shape) -> Expr:
+    """Broadcast x to a shape unless a sum of x and a tensor of this shape provably has the shape."""
     dims = n.shape_of(x)
     pairs = zip(reversed(dims), reversed(target), strict=False)
     fits = (as_int(d) == 1 or PROVER.can_prove_equal(d, t) or PROVER.can_prove_ne(t, 1) for d, t in pairs)
     return x if len(dims) <= len(target) and all(fits) else n.emit(ops.broadcast_to(x, target))
 
 
-def scaled(n: Node, x: Expr, factor: float) -> Expr:
+def scale_by(n: Node, x: Expr, factor: float) -> Expr:
+    """Return x * factor in the dtype of x; integers times a fraction are computed in float64."""
     dtype = n.type_of(x).dtype
     if not dtypes.is_float(dtype) and factor != int(factor):
         wide = n.emit(ops.multiply(n.emit(ops.cast(x, dtype="float64")), Constant.of(factor, "float64")))
@@ -77,7 +79,7 @@ def einsum(n: Node) -> Result:
 
 @onnx_op("Det", since=11)
 def det(n: Node) -> Result:
-    """By expansion along the first row, meant for small matrices."""
+    """Det, by Laplace expansion along the first row, meant for small matrices."""
     size = as_int(n.shape()[-1])
     if size is None or not 1 <= size <= _MAX_DET or as_int(n.shape()[-2]) != size:
         n.fail(f"Det is supported for matrices of 1x1 to {_MAX_DET}x{_MAX_DET}, got {n.type()}")

@@ -1,4 +1,4 @@
-"""Convolutions and pools."""
+"""Converters of convolutions and pools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unify import unify_dims
-from relaxlite.frontend.onnx.windows import auto_pad, split_padding, window_pads
+from relaxlite.frontend.onnx.window_padding import auto_pad, split_padding, window_pads
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.symbolic import SymExpr, as_int, product, sym
@@ -18,24 +18,25 @@ Shape = tuple[SymExpr, ...]
 
 
 def kernel_of(n: Node, weight: int = 1) -> Shape:
-    """The spatial sizes of the filter, checked against the attribute that repeats them."""
-    shape, given = n.shape(weight)[2:], n.ints("kernel_shape", None)
-    if given is not None and any(as_int(d) not in (None, k) for d, k in zip(shape, given, strict=False)):
+    """Return the spatial sizes of the filter, input `weight`, checked against the attribute `kernel_shape`."""
+    shape, declared = n.shape(weight)[2:], n.ints("kernel_shape", None)
+    if declared is not None and any(as_int(d) not in (None, k) for d, k in zip(shape, declared, strict=False)):
         n.fail(
-            f"attribute 'kernel_shape' is {given}, but the filter has shape ({', '.join(map(str, n.shape(weight)))})"
+            f"attribute 'kernel_shape' is {declared}, but the filter has shape ({', '.join(map(str, n.shape(weight)))})"
         )
     return shape
 
 
 def per_axis(n: Node, name: str, count: int) -> tuple[int, ...]:
-    result = n.ints(name, None) or (1,) * count
-    if len(result) != count:
-        n.fail(f"attribute '{name}' must have {count} values, one per spatial dimension, got {len(result)}")
-    return result
+    """Return an attribute of one integer per spatial dimension, by default 1. ImportModelError for another count."""
+    values = n.ints(name, None) or (1,) * count
+    if len(values) != count:
+        n.fail(f"attribute '{name}' must have {count} values, one per spatial dimension, got {len(values)}")
+    return values
 
 
 def conv_attributes(n: Node, weight: int = 1) -> tuple[Shape, dict[str, Any]]:
-    """(pads, the other attributes) of a convolution."""
+    """Return (pads, attributes of the IR's op) of a convolution whose filter is input `weight`."""
     sizes = n.shape(0)[2:]
     if len(n.shape(weight)) != len(sizes) + 2:
         n.fail(f"input of rank {len(sizes) + 2} and filter of rank {len(n.shape(weight))} do not fit")
@@ -52,7 +53,7 @@ def conv(n: Node) -> Result:
 
 
 def with_bias(n: Node, call: Expr, bias: Expr | None) -> Expr:
-    """A result of shape (n, c, spatial...) plus one number per channel."""
+    """Add a bias (c,), or None, to a result of shape (n, c, spatial...)."""
     if bias is None:
         return call
     spatial = len(n.shape_of(call)) - 2
@@ -74,17 +75,17 @@ def conv_transpose(n: Node) -> Result:
     strides, dilations = per_axis(n, "strides", count), per_axis(n, "dilations", count)
     extra = n.ints("output_padding", None) or (0,) * count
     mode, pads = auto_pad(n), n.ints("pads", None) or (0,) * (2 * count)
-    wanted = n.ints("output_shape", None)
-    target = None if wanted is None else tuple(sym(d) for d in wanted[-count:])
+    declared = n.ints("output_shape", None)
+    target = None if declared is None else tuple(sym(d) for d in declared[-count:])
     if target is None and mode in ("SAME_UPPER", "SAME_LOWER"):
         target = tuple(d * s for d, s in zip(sizes, strides, strict=True))
     padding = tuple(sym(p) for p in pads) if mode != "VALID" else (sym(0),) * (2 * count)
     if target is not None:
         extents = [(k - 1) * d + 1 for k, d in zip(kernel_of(n), dilations, strict=True)]
         totals = [(sizes[k] - 1) * strides[k] + extra[k] + extents[k] - target[k] for k in range(count)]
-        lacking = [max(0, -(as_int(total) or 0)) for total in totals]  # a larger result is padded at its end
-        extra = tuple(e + more for e, more in zip(extra, lacking, strict=True))
-        totals = [total + more for total, more in zip(totals, lacking, strict=True)]
+        end_padding = [max(0, -(as_int(total) or 0)) for total in totals]  # a larger result is padded at its end
+        extra = tuple(e + more for e, more in zip(extra, end_padding, strict=True))
+        totals = [total + more for total, more in zip(totals, end_padding, strict=True)]
         pairs = [split_padding(total, more_at_end=mode == "SAME_UPPER") for total in totals]
         padding = tuple(p for p, _ in pairs) + tuple(p for _, p in pairs)
     else:
@@ -104,11 +105,11 @@ def conv_transpose(n: Node) -> Result:
 # Pools
 
 
-def pool(n: Node, sizes: Shape | None = None) -> tuple[Shape, dict[str, Any]]:
-    """(pads, attributes) that all pools share; `sizes` of the picture, by default those behind batch and channels.
+def pool_attributes(n: Node, sizes: Shape | None = None) -> tuple[Shape, dict[str, Any]]:
+    """Return (pads, attributes of the IR's op) of a pool; `sizes`: spatial sizes, by default of input 0 (n, c, ...).
 
-    at_least_one: by the formula of ONNX an input smaller than the window has no result. It has one in onnxruntime and
-    in Paddle, whose text recognisers fold what height there is with such a pool.
+    at_least_one: by ONNX's formula, an input smaller than the window has an empty result. onnxruntime and Paddle give
+    one element, on which Paddle's text recognizers rely.
     """
     sizes, kernel = n.shape(0)[2:] if sizes is None else sizes, n.ints("kernel_shape")
     if len(kernel) != len(sizes):
@@ -121,7 +122,7 @@ def pool(n: Node, sizes: Shape | None = None) -> tuple[Shape, dict[str, Any]]:
 
 @onnx_op("MaxPool")
 def max_pool(n: Node) -> Result:
-    pads, attrs = pool(n)
+    pads, attrs = pool_attributes(n)
     order = n.int("storage_order", 0)
     if n.wants(1):
         return n.fields(ops.max_pool_with_indices(n.input(0), pads, storage_order=order, **attrs))
@@ -130,18 +131,18 @@ def max_pool(n: Node) -> Result:
 
 @onnx_op("AveragePool")
 def average_pool(n: Node) -> Result:
-    pads, attrs = pool(n)
+    pads, attrs = pool_attributes(n)
     return ops.avg_pool(n.input(0), pads, count_include_pad=n.flag("count_include_pad"), **attrs)
 
 
 @onnx_op("LpPool")
 def lp_pool(n: Node) -> Result:
-    pads, attrs = pool(n)
+    pads, attrs = pool_attributes(n)
     return ops.lp_pool(n.input(0), pads, p=_norm_order(n), **attrs)
 
 
 def _norm_order(n: Node) -> int:
-    """A float in opset 1, an integer since."""
+    """Return the order of an Lp norm, an attribute that is a float in opset 1 and an integer since."""
     if n.opset >= 2:
         return n.int("p", 2)
     value = n.float("p", 2.0)
@@ -178,7 +179,7 @@ def global_lp_pool(n: Node) -> Result:
 
 @onnx_op("MaxUnpool", since=9)
 def max_unpool(n: Node) -> Result:
-    """Each value back at its index in a tensor of zeros; padded at the end to the shape that is asked for."""
+    """MaxUnpool: scatter values to their indices in a tensor of zeros, zero-padded at the end to the output shape."""
     x, indices, dims = n.input(0), n.input(1), n.shape(0)
     kernel = n.ints("kernel_shape")
     strides, pads = per_axis(n, "strides", len(kernel)), n.ints("pads", None) or (0,) * (2 * len(kernel))
@@ -186,9 +187,9 @@ def max_unpool(n: Node) -> Result:
     full = (*dims[:2], *spatial)
     zeros = n.emit(ops.full((product(full),), Constant.of(0, n.dtype())))
     flat = [n.emit(ops.reshape(v, (product(dims),))) for v in (indices, x)]
-    result = n.emit(ops.scatter_elements(zeros, flat[0], flat[1], axis=0))
-    placed = ops.reshape(result, full)
+    flat_result = n.emit(ops.scatter_elements(zeros, flat[0], flat[1], axis=0))
+    result = ops.reshape(flat_result, full)
     if n.optional(2) is None:
-        return placed
+        return result
     after = tuple(t - f for t, f in zip(n.shape_values(2, lower=0), full, strict=True))
-    return ops.pad(n.emit(placed), (0,) * len(full), after, None)
+    return ops.pad(n.emit(result), (0,) * len(full), after, None)

@@ -1,4 +1,4 @@
-"""Normalizations and softmax."""
+"""Converters of normalizations and softmax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SOFTMAX = {"Softmax": "softmax", "LogSoftmax": "log_softmax"}
 
 
 def _softmax_1(op: Op, n: Node) -> Result:
-    """Before opset 13: over all dimensions from `axis` on, taken together."""
+    """Softmax before opset 13: over the flattened dimensions from `axis` on."""
     dims = n.shape()
     axis = normalize_axis(n, n.int("axis", 1), len(dims))
     if axis == len(dims) - 1:
@@ -55,7 +55,7 @@ def hardmax(n: Node) -> Result:
 
 
 def _hardmax(n: Node, x: Expr, axis: int) -> Expr:
-    """One at the first maximum, zero elsewhere."""
+    """Hardmax along an axis: one at the first maximum, zero elsewhere."""
     first = n.emit(ops.argmax(x, axis=axis))
     values = Constant.of([0, 1], n.type_of(x).dtype)
     return ops.one_hot(first, (n.shape_of(x)[axis],), values, axis=axis)
@@ -80,25 +80,25 @@ def batch_norm(n: Node) -> Result:
 
 
 def _batch_norm_training(n: Node) -> Result:
-    """Normalized by the batch's own statistics; also yields running ones."""
+    """BatchNormalization in training mode: by the batch's statistics; also returns running statistics."""
     momentum, x, axes = n.float("momentum", 0.9), n.input(0), tuple(k for k in range(n.rank()) if k != 1)
     average = n.emit(ops.mean(x, axes=axes))
     column = n.emit(ops.reshape(average, (*n.shape_of(average), *(1,) * (n.rank() - 2))))
     centered = n.emit(ops.subtract(x, column))
     variance = n.emit(ops.mean(n.emit(ops.multiply(centered, centered)), axes=axes))
     result = ops.batch_norm(x, n.input(1), n.input(2), average, variance, epsilon=n.float("epsilon", 1e-5))
-    running = [_blend(n, n.input(3), average, momentum), _blend(n, n.input(4), variance, momentum)]
+    running = [_moving_average(n, n.input(3), average, momentum), _moving_average(n, n.input(4), variance, momentum)]
     return result, *running
 
 
-def _blend(n: Node, old: Expr, new: Expr, momentum: float) -> Expr:
+def _moving_average(n: Node, old: Expr, new: Expr, momentum: float) -> Expr:
     dtype = n.type_of(old).dtype
-    kept = n.emit(ops.multiply(old, Constant.of(momentum, dtype)))
-    return n.emit(ops.add(kept, n.emit(ops.multiply(new, Constant.of(1 - momentum, dtype)))))
+    decayed = n.emit(ops.multiply(old, Constant.of(momentum, dtype)))
+    return n.emit(ops.add(decayed, n.emit(ops.multiply(new, Constant.of(1 - momentum, dtype)))))
 
 
 def _batch_norm(n: Node) -> Result:
-    """In the widest of the types of x and its weights (which may differ since opset 15)."""
+    """BatchNormalization for inference, in the widest dtype of x and its weights, which may differ since opset 15."""
     if any(n.wants(k) for k in range(1, n.num_outputs)):
         n.fail(
             "BatchNormalization with more than one output is training before opset 14; export the model for inference"
@@ -120,7 +120,7 @@ def instance_norm(n: Node) -> Result:
 
 @onnx_op("GroupNormalization", since=18)
 def group_norm_18(n: Node) -> Result:
-    """Until opset 21 scale and bias hold one number per group."""
+    """GroupNormalization before opset 21, with a scale and bias per group."""
     groups = n.int("num_groups")
     per_group = n.shape()[1] // groups
     weights: list[Expr] = [
@@ -146,7 +146,7 @@ def _group_norm(n: Node, groups: int, weights: list[Expr]) -> Result:
 
 
 def check_stash(n: Node) -> None:
-    """The type that statistics are computed in: our ops use float32 for half-precision floats, as the default says."""
+    """Read `stash_type`, which has no effect: statistics are computed in float32, or in float64 for float64 inputs."""
     stash = n.int("stash_type", 1)
     if stash not in (1, 11) or (stash == 1 and n.dtype() == "float64"):
         n.int("stash_type", 1)
@@ -158,43 +158,43 @@ def layer_norm(n: Node) -> Result:
     dims = n.shape()
     axis = normalize_axis(n, n.int("axis", -1), len(dims))
     epsilon = n.float("epsilon", 1e-5)
-    result = _weighed(n, ops.layer_norm, axis, epsilon, n.input(1), n.optional(2))
+    result = _scaled_norm(n, ops.layer_norm, axis, epsilon, n.input(1), n.optional(2))
     if not n.wants(1) and not n.wants(2):
         return result
     return (result, *_statistics(n, tuple(range(axis, len(dims))), epsilon))
 
 
-def _weighed(n: Node, norm: Op, axis: int, epsilon: float, scale: Expr, bias: Expr | None = None) -> Expr:
-    """x normalized from `axis` on; a scale or bias that differs along the dimensions before is applied behind that."""
+def _scaled_norm(n: Node, norm: Op, axis: int, epsilon: float, scale: Expr, bias: Expr | None = None) -> Expr:
+    """Normalize input 0 from `axis` on; weights that vary along earlier dimensions are applied by separate ops."""
     x, dims, tail = n.input(0), n.shape(), n.shape()[axis:]
     weights = [weight for weight in (scale, bias) if weight is not None]
     if all(as_int(d) == 1 for w in weights for d in n.shape_of(w)[: -len(tail)]):
-        return norm(x, *(_weight(n, weight, tail) for weight in weights), axis=axis, epsilon=epsilon)
+        return norm(x, *(_broadcast_weight(n, weight, tail) for weight in weights), axis=axis, epsilon=epsilon)
     ones = n.emit(ops.full(tail, Constant.of(1, n.dtype())))
     result: Expr = n.emit(norm(x, ones, axis=axis, epsilon=epsilon))
     for op, weight in zip((ops.multiply, ops.add), weights, strict=False):
-        expr: Expr = n.emit(op(result, weight))
-        if len(n.shape_of(expr)) == len(dims):
-            expr = unify_dims(n.bb, expr, dict(enumerate(dims)))
-        if n.shape_of(expr) != dims:
+        weighted: Expr = n.emit(op(result, weight))
+        if len(n.shape_of(weighted)) == len(dims):
+            weighted = unify_dims(n.bb, weighted, dict(enumerate(dims)))
+        if n.shape_of(weighted) != dims:
             n.fail(f"a scale or bias of shape {format_shape(n.shape_of(weight))} cannot be broadcast to x")
-        result = expr
+        result = weighted
     return result
 
 
-def _weight(n: Node, weight: Expr, tail: Shape) -> Expr:
-    """A scale or bias, broadcast to the normalized dimensions."""
+def _broadcast_weight(n: Node, weight: Expr, tail: Shape) -> Expr:
+    """Broadcast a scale or bias to the normalized dimensions."""
     shape = n.shape_of(weight)
     if len(shape) == len(tail):
         return weight if shape == tail or all(not d.is_const for d in shape) else n.emit(ops.broadcast_to(weight, tail))
     if len(shape) > len(tail):
         lead = len(shape) - len(tail)
-        return _weight(n, n.emit(ops.squeeze(weight, axes=tuple(range(lead)))), tail)
+        return _broadcast_weight(n, n.emit(ops.squeeze(weight, axes=tuple(range(lead)))), tail)
     return n.emit(ops.broadcast_to(weight, tail))
 
 
 def _statistics(n: Node, axes: tuple[int, ...], epsilon: float) -> tuple[Expr, Expr]:
-    """Mean and 1 / standard deviation, in float32 for half-precision floats."""
+    """Return mean and 1 / standard deviation, in float32 for float16 and bfloat16."""
     wide = "float32" if n.dtype() in ("float16", "bfloat16") else n.dtype()
     x = n.input(0) if wide == n.dtype() else n.emit(ops.cast(n.input(0), dtype=wide))
     average = n.emit(ops.mean(x, axes=axes, keepdims=True))
@@ -209,7 +209,7 @@ def rms_norm(n: Node) -> Result:
     check_stash(n)
     dims = n.shape()
     axis = normalize_axis(n, n.int("axis", -1), len(dims))
-    return _weighed(n, ops.rms_norm, axis, n.float("epsilon", 1e-5), n.input(1))
+    return _scaled_norm(n, ops.rms_norm, axis, n.float("epsilon", 1e-5), n.input(1))
 
 
 @onnx_op("LRN")

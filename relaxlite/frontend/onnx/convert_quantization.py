@@ -1,4 +1,4 @@
-"""Quantized tensors."""
+"""Converters of quantization, dequantization and quantized products."""
 
 from __future__ import annotations
 
@@ -17,37 +17,39 @@ from relaxlite.ir.expr import Constant, Expr
 
 
 def _axis(n: Node) -> int:
-    """Before opset 13 the standard has none, but onnxruntime's quantization tool writes it for scales of channels."""
+    """Return the attribute `axis`; onnxruntime's quantizer also writes it before opset 13, where ONNX has none."""
     return n.int("axis", 1 if n.opset >= 13 else 0)
 
 
-def _alike(n: Node, scale: Expr, zero: Expr | None) -> tuple[Expr, Expr | None]:
-    """Scale and zero point of one element each may differ in rank: exporters write () and (1,)."""
+def _equal_ranks(n: Node, scale: Expr, zero: Expr | None) -> tuple[Expr, Expr | None]:
+    """Return scale and zero point of equal rank: of one element, exporters write them as () and (1,)."""
     if zero is None or len(n.shape_of(scale)) == len(n.shape_of(zero)):
         return scale, zero
-    return tuple(_single(n, x) for x in (scale, zero))  # type: ignore[return-value]
+    return tuple(_as_scalar(n, x) for x in (scale, zero))  # type: ignore[return-value]
 
 
 @onnx_op("QuantizeLinear", since=10)
 def quantize_linear(n: Node) -> Result:
-    """The result's type is that of the zero point, or of the attribute; uint8 without either."""
-    saturate = n.flag("saturate", True)  # speaks of float8 only
+    """QuantizeLinear; the result's type is that of the attribute or of the zero point, by default uint8."""
+    saturate = n.flag("saturate", True)  # affects float8 only
     precision = n.int("precision", 0)
     if precision not in (0, 1) and not (precision == 11 and n.dtype() == "float64"):
         n.int("precision", 0)
     zero = n.optional(2)
-    wanted = n.element_type("output_dtype", "") if n.int("output_dtype", 0) else ""
-    narrow = n.narrow_type("output_dtype") if wanted else n.importer.narrow.get(zero) if zero is not None else None
-    dtype = wanted or ("uint8" if zero is None else n.dtype(2))
+    output_dtype = n.element_type("output_dtype", "") if n.int("output_dtype", 0) else ""
+    narrow = (
+        n.narrow_type("output_dtype") if output_dtype else n.importer.narrow.get(zero) if zero is not None else None
+    )
+    dtype = output_dtype or ("uint8" if zero is None else n.dtype(2))
     x = n.input(0)
     if not dtypes.is_float(n.type_of(x).dtype):
         x = n.emit(ops.cast(x, dtype="float32"))
-    scale, zero = _alike(n, n.input(1), zero)
+    scale, zero = _equal_ranks(n, n.input(1), zero)
     axis, block = _axis(n), n.int("block_size", 0)
     if narrow is not None and narrow.is_float:
-        made = encode(n, n.emit(ops.divide(x, _spread(n, scale, axis, block))), narrow, saturate=saturate)
-        n.importer.narrow[made] = narrow
-        return made
+        encoded = encode(n, n.emit(ops.divide(x, _expand_scale(n, scale, axis, block))), narrow, saturate=saturate)
+        n.importer.narrow[encoded] = narrow
+        return encoded
     result = ops.quantize_linear(x, scale, zero, axis=axis, block_size=block, dtype=dtype)
     if narrow is None:
         return result
@@ -56,8 +58,8 @@ def quantize_linear(n: Node) -> Result:
     return limited
 
 
-def _spread(n: Node, scale: Expr, axis: int, block: int) -> Expr:
-    """A scale per slice in a shape that broadcasts to the input."""
+def _expand_scale(n: Node, scale: Expr, axis: int, block: int) -> Expr:
+    """Expand a scale per tensor, slice or block to a shape that broadcasts to the input."""
     if len(n.shape_of(scale)) == 0:
         return scale
     axis = normalize_axis(n, axis, n.rank())
@@ -73,20 +75,20 @@ def _spread(n: Node, scale: Expr, axis: int, block: int) -> Expr:
 def dequantize_linear(n: Node) -> Result:
     n.ignore("saturate")
     axis, block = _axis(n), n.int("block_size", 0)
-    scale, zero = _alike(n, n.input(1), n.optional(2))
+    scale, zero = _equal_ranks(n, n.input(1), n.optional(2))
     narrow = n.importer.narrow.get(n.input(0))
     if narrow is not None and narrow.is_float:
         return _dequantized_floats(n, narrow, scale, axis, block)
     result = ops.dequantize_linear(n.input(0), scale, zero, axis=axis, block_size=block)
-    wanted = n.element_type("output_dtype", "") if n.int("output_dtype", 0) else ""
-    return result if wanted in ("", n.dtype(1)) else ops.cast(n.emit(result), dtype=wanted)
+    output_dtype = n.element_type("output_dtype", "") if n.int("output_dtype", 0) else ""
+    return result if output_dtype in ("", n.dtype(1)) else ops.cast(n.emit(result), dtype=output_dtype)
 
 
 def _dequantized_floats(n: Node, narrow: NarrowType, scale: Expr, axis: int, block: int) -> Result:
-    """The zero point of floats is 0."""
+    """Dequantize a narrow float type, whose zero point is 0."""
     dtype = n.type_of(scale).dtype
     wide = n.emit(ops.cast(decode(n, n.input(0), narrow), dtype=dtype))
-    return ops.multiply(wide, _spread(n, scale, axis, block))
+    return ops.multiply(wide, _expand_scale(n, scale, axis, block))
 
 
 @onnx_op("DynamicQuantizeLinear", since=11)
@@ -95,7 +97,7 @@ def dynamic_quantize_linear(n: Node) -> Result:
 
 
 def zero_points(n: Node, left: int, right: int) -> tuple[Expr, ...]:
-    """The zero points of two operands; a second without a first needs a 0 before it."""
+    """Return the zero points of two operands, at most two; a second one alone gets a first one of 0."""
     a, b = n.optional(left), n.optional(right)
     if b is None:
         return () if a is None else (a,)
@@ -117,15 +119,15 @@ def conv_integer(n: Node) -> Result:
 
 @onnx_op("QLinearMatMul", since=10)
 def qlinear_matmul(n: Node) -> Result:
-    operands = [_single(n, n.input(k)) if k in (6, 7) else n.input(k) for k in range(8)]
+    operands = [_as_scalar(n, n.input(k)) if k in (6, 7) else n.input(k) for k in range(8)]
     for k in (1, 4, 6):
         if n.dtype(k) != "float32":
             operands[k] = n.emit(ops.cast(operands[k], dtype="float32"))
     return ops.qlinear_matmul(*operands)
 
 
-def _single(n: Node, x: Expr) -> Expr:
-    """A scale or zero point of one element, as a scalar."""
+def _as_scalar(n: Node, x: Expr) -> Expr:
+    """Reshape a scale or zero point of one element to a scalar."""
     if isinstance(x, Constant):
         return Constant.of(x.value.reshape(()), name=x.name) if x.value.size == 1 else x
     return n.emit(ops.reshape(x, ())) if len(n.shape_of(x)) == 1 else x

@@ -1,6 +1,6 @@
-"""Random tensors: a counter through an integer hash, so that a model's noise is the same in every run.
+"""Converters of random ops, as a counter-based generator: a hash of element index and seed, equal in every run.
 
-The seed is the node's attribute, or follows from the node's name. Values are not those of another runtime's generator.
+The seed is the node's attribute, or a hash of the node's name. Values differ from other runtimes'.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Shape = tuple[SymExpr, ...]
 
 
 def _seed(n: Node) -> int:
-    given = n.float("seed", None)
-    return zlib.crc32(struct.pack("<f", given) if given is not None else n.label.encode())
+    seed = n.float("seed", None)
+    return zlib.crc32(struct.pack("<f", seed) if seed is not None else n.label.encode())
 
 
 def _uniform(n: Node, shape: Shape, seed: int) -> Expr:
-    """float32 in (0, 1): 24 bits of a hash of position and seed."""
+    """Emit uniform float32 in (0, 1): 24 bits of a hash of element index and seed."""
     zero, one = Constant.of(0, "int64"), Constant.of(1, "int64")
     position = n.emit(ops.cast(n.emit(ops.arange(zero, one, (product(shape),))), dtype="uint32"))
     bits = n.emit(ops.bitwise_xor(_hash(n, position), Constant.of(seed, "uint32")))
@@ -34,7 +34,7 @@ def _uniform(n: Node, shape: Shape, seed: int) -> Expr:
 
 
 def _hash(n: Node, x: Expr) -> Expr:
-    """A permutation of 32-bit integers of low bias (Wellons, "Prospecting for hash functions", 2018)."""
+    """Emit a low-bias permutation of 32-bit integers (Wellons, "Prospecting for hash functions", 2018)."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = n.emit(ops.bitwise_xor(x, n.emit(ops.right_shift(x, Constant.of(shift, "uint32")))))
         x = n.emit(ops.multiply(x, Constant.of(factor, "uint32")))
@@ -42,7 +42,7 @@ def _hash(n: Node, x: Expr) -> Expr:
 
 
 def _normal(n: Node, shape: Shape, seed: int) -> Expr:
-    """Standard normal float32, by Box and Muller."""
+    """Emit standard normal float32 by the Box-Muller transform."""
     radius = n.emit(
         ops.sqrt(n.emit(ops.multiply(n.emit(ops.log(_uniform(n, shape, seed))), Constant.of(-2.0, "float32"))))
     )
@@ -77,11 +77,11 @@ def random_like(n: Node) -> Result:
 
 @onnx_op("Multinomial", since=7)
 def multinomial(n: Node) -> Result:
-    """Samples of classes from unnormalized log-probabilities (batch, classes), by the Gumbel maximum."""
+    """Multinomial: sample classes from unnormalized log-probabilities (batch, classes) by the Gumbel-max trick."""
     count, dtype = n.int("sample_size", 1), n.element_type("dtype", "int32")
     batch, classes = n.shape()
     uniform = _uniform(n, (batch, sym(count), classes), _seed(n))
     noise = n.emit(ops.neg(n.emit(ops.log(n.emit(ops.neg(n.emit(ops.log(uniform))))))))
     logits = n.emit(ops.cast(n.emit(ops.expand_dims(n.input(0), axes=(1,))), dtype="float32"))
-    chosen = n.emit(ops.argmax(n.emit(ops.add(logits, noise)), axis=2))
-    return ops.cast(chosen, dtype=dtype)
+    samples = n.emit(ops.argmax(n.emit(ops.add(logits, noise)), axis=2))
+    return ops.cast(samples, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Reductions over axes, arg-reductions and running sums."""
+"""Converters of reductions, arg-reductions and cumulative sums and products."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def _reduce(n: Node, op: str, axes: tuple[int, ...] | None) -> Result:
     keepdims = n.flag("keepdims", True)
     if n.dtype() == "bool":
         op = _OF_BOOL.get(op, op)
-    return _in_floats(n, op, n.input(0), axes, keepdims)
+    return _reduce_in_floats(n, op, n.input(0), axes, keepdims)
 
 
 def _elementwise(n: Node, op: str) -> Result:
-    """A reduction over no axes: f applied to each element alone."""
+    """Convert a reduction over no axes, which applies the op to each element alone."""
     n.flag("keepdims", True)
     if op in ("sum", "prod", "max", "min", "mean"):
         return n.input(0)
-    return _in_floats(n, op, n.input(0), (), True)
+    return _reduce_in_floats(n, op, n.input(0), (), True)
 
 
-def _in_floats(n: Node, op: str, x: Expr, axes: tuple[int, ...] | None, keepdims: bool) -> Result:
-    """Roots and logarithms of integers are computed in floats and truncated."""
+def _reduce_in_floats(n: Node, op: str, x: Expr, axes: tuple[int, ...] | None, keepdims: bool) -> Result:
+    """Emit a reduction; roots and logarithms of integers are computed in float64 and truncated."""
     dtype = n.type_of(x).dtype
     if op in _FLOATS_ONLY and not dtypes.is_float(dtype):
         wide = n.emit(ops.cast(x, dtype="float64"))

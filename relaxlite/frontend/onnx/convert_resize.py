@@ -1,4 +1,4 @@
-"""Resize and Upsample: from ONNX's scales, sizes and regions to the sizes of the result."""
+"""Converters of Resize and Upsample, with scales, sizes and regions of interest."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Shape = tuple[SymExpr, ...]
 @onnx_op("Upsample")
 def upsample_1(n: Node) -> Result:
     scales = (1.0, 1.0, n.float("height_scale"), n.float("width_scale"))
-    return _old_resize(n, scales)
+    return _resize_before_11(n, scales)
 
 
 @onnx_op("Upsample", since=7)
 def upsample_7(n: Node) -> Result:
-    return _old_resize(n, n.floats("scales"))
+    return _resize_before_11(n, n.floats("scales"))
 
 
 @onnx_op("Upsample", since=9)
@@ -35,11 +35,11 @@ def resize_10(n: Node) -> Result:
     scales = n.const(1)
     if scales is None:
         n.fail("scales (input 1) must be known when the model is compiled")
-    return _old_resize(n, tuple(float(s) for s in scales.reshape(-1)))
+    return _resize_before_11(n, tuple(float(s) for s in scales.reshape(-1)))
 
 
-def _old_resize(n: Node, scales: Sequence[float]) -> Result:
-    """Before opset 11: asymmetric coordinates, rounded down."""
+def _resize_before_11(n: Node, scales: Sequence[float]) -> Result:
+    """Resize before opset 11: asymmetric coordinates, rounded down."""
     mode = n.text("mode", "nearest")
     if mode not in ("nearest", "linear", "bilinear"):
         n.fail(f"attribute 'mode' must be nearest or linear, not {mode!r}")
@@ -51,7 +51,7 @@ def _old_resize(n: Node, scales: Sequence[float]) -> Result:
 
 
 def scaled_size(dim: SymExpr, scale: float) -> SymExpr:
-    """floor(dim * scale), with the scale as the simplest fraction that is the same float32."""
+    """Return floor(dim * scale), with the scale as the simplest fraction that rounds to the same float32."""
     simple = Fraction(scale).limit_denominator(1000)
     exact = simple if np.float32(float(simple)) == np.float32(scale) else Fraction(float(scale))
     return dim * exact.numerator // exact.denominator
@@ -59,7 +59,7 @@ def scaled_size(dim: SymExpr, scale: float) -> SymExpr:
 
 @onnx_op("Resize", since=11)
 def resize(n: Node) -> Result:
-    """Inputs: x, region of interest, scales, sizes; since opset 18 for chosen axes only."""
+    """Resize; inputs: x, region of interest, scales, sizes; since opset 18 optionally of some axes only."""
     dims = n.shape()
     axes = tuple(normalize_axis(n, a, len(dims)) for a in n.ints("axes", None) or range(len(dims)))
     attrs: dict[str, Any] = {
@@ -73,53 +73,53 @@ def resize(n: Node) -> Result:
     }
     region = _region(n, axes) if attrs["coordinate_transformation_mode"] == "tf_crop_and_resize" else None
     policy = n.text("keep_aspect_ratio_policy", "stretch")
-    if _is_given(n, 2):
-        sizes, scales = _by_scales(n, axes, region)
+    if _has_elements(n, 2):
+        sizes, scales = _sizes_by_scales(n, axes, region)
         return ops.resize(n.input(0), sizes, scales=scales, roi=region, **attrs)
     policy = n.text("keep_aspect_ratio_policy", "stretch")
-    sizes = _given_sizes(n, axes)
+    sizes = _sizes_by_input(n, axes)
     if policy == "stretch":
         return ops.resize(n.input(0), sizes, roi=region, **attrs)
     sizes, scale = _keep_aspect(n, axes, tuple(sizes[a] for a in axes), policy)
     return ops.resize(n.input(0), sizes, scale, axes=axes, roi=region, **attrs)
 
 
-def _is_given(n: Node, index: int) -> bool:
-    """Left out, or an empty tensor."""
-    result = n.optional(index)
-    return result is not None and not any(as_int(d) == 0 for d in n.shape_of(result))
+def _has_elements(n: Node, index: int) -> bool:
+    """Whether an input is present and not an empty tensor."""
+    x = n.optional(index)
+    return x is not None and not any(as_int(d) == 0 for d in n.shape_of(x))
 
 
 def _region(n: Node, axes: tuple[int, ...]) -> tuple[float, ...]:
-    """Starts, then ends, of every dimension."""
-    given = n.const(1) if n.optional(1) is not None else None
-    if given is None or given.size != 2 * len(axes):
+    """Return the region of interest: starts, then ends, of every dimension."""
+    roi = n.const(1) if n.optional(1) is not None else None
+    if roi is None or roi.size != 2 * len(axes):
         n.fail("the region (input 1) of tf_crop_and_resize must be known when the model is compiled")
-    rank, values = n.rank(), [float(v) for v in given.reshape(-1)]
+    rank, values = n.rank(), [float(v) for v in roi.reshape(-1)]
     region = [0.0] * rank + [1.0] * rank
     for k, axis in enumerate(axes):
         region[axis], region[rank + axis] = values[k], values[len(axes) + k]
     return tuple(region)
 
 
-def _by_scales(
+def _sizes_by_scales(
     n: Node, axes: tuple[int, ...], region: tuple[float, ...] | None
 ) -> tuple[Shape, tuple[float, ...] | None]:
-    dims, given = n.shape(), n.const(2)
-    if given is None:
-        return _by_symbolic_scales(n, axes)
-    if given.size != len(axes):
-        n.fail(f"scales has {given.size} values for {len(axes)} axes")
+    dims, factors = n.shape(), n.const(2)
+    if factors is None:
+        return _sizes_by_symbolic_scales(n, axes)
+    if factors.size != len(axes):
+        n.fail(f"scales has {factors.size} values for {len(axes)} axes")
     scales = [1.0] * len(dims)
-    for axis, scale in zip(axes, given.reshape(-1), strict=True):
+    for axis, scale in zip(axes, factors.reshape(-1), strict=True):
         scales[axis] = float(scale)
     spans = [1.0] * len(dims) if region is None else [region[len(dims) + k] - region[k] for k in range(len(dims))]
     sizes = tuple(scaled_size(d, s * span) for d, s, span in zip(dims, scales, spans, strict=True))
     return sizes, tuple(scales)
 
 
-def _by_symbolic_scales(n: Node, axes: tuple[int, ...]) -> tuple[Shape, None]:
-    """Scales computed from sizes, as fractions of symbols."""
+def _sizes_by_symbolic_scales(n: Node, axes: tuple[int, ...]) -> tuple[Shape, None]:
+    """Return sizes by scales that the model computes from sizes, as fractions of symbols."""
     dims, ratios = n.shape(), n.resolver.ratios(n.input(2))
     if ratios is None or ratios.size != len(axes):
         n.fail(
@@ -131,31 +131,34 @@ def _by_symbolic_scales(n: Node, axes: tuple[int, ...]) -> tuple[Shape, None]:
     return tuple(sizes), None
 
 
-def _given_sizes(n: Node, axes: tuple[int, ...]) -> Shape:
-    """Of every dimension, as input 3 gives them for `axes`."""
-    given = n.shape_values(3, lower=0)
-    if len(given) != len(axes):
-        n.fail(f"sizes has {len(given)} values for {len(axes)} axes")
+def _sizes_by_input(n: Node, axes: tuple[int, ...]) -> Shape:
+    """Return the size of every dimension, by input 3 for `axes`."""
+    targets = n.shape_values(3, lower=0)
+    if len(targets) != len(axes):
+        n.fail(f"sizes has {len(targets)} values for {len(axes)} axes")
     sizes = list(n.shape())
-    for axis, size in zip(axes, given, strict=True):
+    for axis, size in zip(axes, targets, strict=True):
         sizes[axis] = size
     return tuple(sizes)
 
 
-def _keep_aspect(n: Node, axes: tuple[int, ...], given: Shape, policy: str) -> tuple[Shape, Expr]:
-    """Sizes by one scale for all axes: the least (not_larger) or the greatest (not_smaller) of size / dim; rounded half
-    up. Then that scale, in float32 as onnxruntime has it, which the coordinates follow, not the rounded sizes."""
+def _keep_aspect(n: Node, axes: tuple[int, ...], targets: Shape, policy: str) -> tuple[Shape, Expr]:
+    """Return sizes by one scale for all axes, and that scale as a float32 tensor.
+
+    The scale is the least (not_larger) or the greatest (not_smaller) of target / dim. Sizes are rounded half up. As in
+    onnxruntime, coordinates follow the scale, not the rounded sizes.
+    """
     if policy not in ("not_larger", "not_smaller"):
         n.fail(f"attribute 'keep_aspect_ratio_policy' must be stretch, not_larger or not_smaller, not {policy!r}")
     dims, sizes = n.shape(), list(n.shape())
     # round(d * min(s / e)) == min(round(d * s / e)): rounding is monotonic
     extreme = smin if policy == "not_larger" else smax
     for axis in axes:
-        rounded = [(dims[axis] * s * 2 + dims[e]) // (dims[e] * 2) for e, s in zip(axes, given, strict=True)]
+        rounded = [(dims[axis] * s * 2 + dims[e]) // (dims[e] * 2) for e, s in zip(axes, targets, strict=True)]
         sizes[axis] = extreme(*rounded)
-    wanted, have = (
+    target_tensor, dim_tensor = (
         n.emit(ops.cast(n.emit(ops.shape_to_tensor(values)), dtype="float32"))
-        for values in (given, tuple(dims[a] for a in axes))
+        for values in (targets, tuple(dims[a] for a in axes))
     )
     reduced = ops.min if policy == "not_larger" else ops.max
-    return tuple(sizes), n.emit(reduced(n.emit(ops.divide(wanted, have)), axes=(0,)), "scale")
+    return tuple(sizes), n.emit(reduced(n.emit(ops.divide(target_tensor, dim_tensor)), axes=(0,)), "scale")

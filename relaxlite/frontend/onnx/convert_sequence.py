@@ -1,12 +1,14 @@
-"""Sequences and optionals whose length is known at import: they exist there only, as tuples of tensors. So do lists
-that a loop appends to, as one tensor of all that it appended (appended.py)."""
+"""Converters of sequences and optionals, which exist at import only, as tuples of tensors of known length.
+
+A sequence that a loop appends to is one stacked tensor (loop_sequences.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relaxlite.frontend.onnx.appended import Stacked
-from relaxlite.frontend.onnx.convert_shapes import cut, move_first, normalize_axis
+from relaxlite.frontend.onnx.convert_shapes import move_first_axis, normalize_axis, split_axis
+from relaxlite.frontend.onnx.loop_sequences import StackedSequence
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
@@ -15,20 +17,21 @@ from relaxlite.ir.symbolic import as_int, ceildiv, smin, sym
 
 
 def _elements(n: Node, index: int) -> list[Expr]:
-    result = n.input(index)
-    if not isinstance(result, Tuple):
+    """Return the elements of an input that is a sequence of known length."""
+    value = n.input(index)
+    if not isinstance(value, Tuple):
         n.fail(f"input {index} is a tensor, not a sequence")
-    if isinstance(result, Stacked):
+    if isinstance(value, StackedSequence):
         n.fail("a sequence that a loop appends to can only be concatenated")
-    return list(result.fields)
+    return list(value.fields)
 
 
 def _position(n: Node, index: int, size: int) -> int:
-    """A place in a sequence; negative ones count from the end."""
-    (at,) = n.const_ints(index, "the position in a sequence")
-    if not -size <= at <= size:
-        n.fail(f"position {at} lies outside a sequence of {size}")
-    return at + size if at < 0 else at
+    """Return a position in a sequence of `size` elements; negative inputs count from the end."""
+    (position,) = n.const_ints(index, "the position in a sequence")
+    if not -size <= position <= size:
+        n.fail(f"position {position} lies outside a sequence of {size}")
+    return position + size if position < 0 else position
 
 
 @onnx_op("SequenceEmpty", since=11)
@@ -69,9 +72,9 @@ def sequence_length(n: Node) -> Result:
 
 @onnx_op("ConcatFromSequence", since=11)
 def concat_from_sequence(n: Node) -> Result:
-    axis, result = n.int("axis"), n.input(0)
-    if isinstance(result, Stacked):
-        return _joined(n, result.fields[0], axis, new_axis=n.flag("new_axis"))
+    axis, sequence = n.int("axis"), n.input(0)
+    if isinstance(sequence, StackedSequence):
+        return _concat_slices(n, sequence.fields[0], axis, new_axis=n.flag("new_axis"))
     fields = _elements(n, 0)
     if n.flag("new_axis"):
         axis = normalize_axis(n, axis, len(n.shape_of(fields[0])) + 1)
@@ -79,20 +82,20 @@ def concat_from_sequence(n: Node) -> Result:
     return ops.concat(*fields, axis=axis)
 
 
-def _joined(n: Node, stack: Expr, axis: int, *, new_axis: bool) -> Expr:
-    """The slices along the first axis, side by side along another."""
+def _concat_slices(n: Node, stack: Expr, axis: int, *, new_axis: bool) -> Expr:
+    """Concatenate the slices along the first axis along another axis."""
     rank = len(n.shape_of(stack))
     if new_axis:
-        return move_first(n, stack, axis)
+        return move_first_axis(n, stack, axis)
     axis = normalize_axis(n, axis, rank - 1)
-    moved = move_first(n, stack, axis)
+    moved = move_first_axis(n, stack, axis)
     dims = n.shape_of(moved)
     return ops.reshape(moved, (*dims[:axis], dims[axis] * dims[axis + 1], *dims[axis + 2 :]))
 
 
 @onnx_op("SplitToSequence", since=11)
 def split_to_sequence(n: Node) -> Result:
-    """Parts of sizes that are given, of one size (the last may be smaller), or single slices without keepdims."""
+    """SplitToSequence: into parts of given sizes, of one size (the last may be smaller), or single slices."""
     axis = normalize_axis(n, n.int("axis", 0), n.rank())
     extent, keepdims = n.shape()[axis], n.flag("keepdims", True)
     if n.optional(1) is None:
@@ -107,13 +110,13 @@ def split_to_sequence(n: Node) -> Result:
         if count is None:
             n.fail("the number of parts must be known when the model is compiled")
         sizes, keepdims = [smin(part, extent - part * k) for k in range(count)], True
-    parts = cut(n, axis, sizes)
+    parts = split_axis(n, axis, sizes)
     return Tuple(tuple(parts if keepdims else (n.emit(ops.squeeze(x, axes=(axis,))) for x in parts)))
 
 
 @onnx_op("SequenceMap", since=17)
 def sequence_map(n: Node) -> Result:
-    """The body for every element; inputs that are tensors are the same for all."""
+    """SequenceMap: convert the body once for each element; inputs that are tensors are the same for all."""
     graph = n.graph("body")
     inputs = n.all_inputs()
     count = len(_elements(n, 0))
@@ -124,7 +127,7 @@ def sequence_map(n: Node) -> Result:
     return tuple(Tuple(tuple(column[k] for column in columns)) for k in range(n.num_outputs))
 
 
-# Optionals: an absent one is an empty sequence
+# Optionals: an absent optional is an empty sequence
 
 
 @onnx_op("Optional", since=15)
@@ -135,13 +138,13 @@ def optional(n: Node) -> Result:
 
 @onnx_op("OptionalHasElement", since=15)
 def optional_has_element(n: Node) -> Result:
-    result = n.optional(0)
-    return Constant.of(result is not None and not (isinstance(result, Tuple) and not result.fields), "bool")
+    value = n.optional(0)
+    return Constant.of(value is not None and not (isinstance(value, Tuple) and not value.fields), "bool")
 
 
 @onnx_op("OptionalGetElement", since=15)
 def optional_get_element(n: Node) -> Result:
-    result = n.input(0)
-    if isinstance(result, Tuple) and not result.fields:
+    value = n.input(0)
+    if isinstance(value, Tuple) and not value.fields:
         n.fail("the optional value is absent")
-    return result
+    return value

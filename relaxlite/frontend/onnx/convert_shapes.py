@@ -1,4 +1,4 @@
-"""Shapes as values, and movement of data: reshape, transpose, slice, concat, pad, tile, ..."""
+"""Converters of shape ops and data movement: shape, reshape, transpose, slice, concat, pad, tile, ..."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ Shape = tuple[SymExpr, ...]
 
 
 def normalize_axis(n: Node, axis: int, rank: int) -> int:
+    """Return the axis counted from the front, 0 <= axis < rank. Raises ImportModelError for an axis out of range."""
     if not -max(rank, 1) <= axis < max(rank, 1):
         n.fail(f"axis {axis} does not exist in a tensor of rank {rank}")
     return axis % max(rank, 1)
@@ -62,7 +63,7 @@ def constant(n: Node) -> Result:
 
 @onnx_op("Shape")
 def shape(n: Node) -> Result:
-    """Since opset 15 also a part of the shape, start <= axis < end."""
+    """Shape; since opset 15 optionally a part of the shape, start <= axis < end."""
     rank = n.rank()
     start, end = n.int("start", 0), n.int("end", rank)
     first, last = (min(max(v + rank if v < 0 else v, 0), rank) for v in (start, end))
@@ -105,7 +106,7 @@ def reshape(n: Node) -> Result:
 
 
 def _reshape(n: Node, target: Shape, *, allow_zero: bool) -> Result:
-    """0 keeps a dimension (unless allow_zero), -1 is what is left over."""
+    """Reshape to a target in which 0 copies a dimension (unless allow_zero) and -1 is inferred."""
     dims = n.shape()
     if not allow_zero:
         for k, d in enumerate(target):
@@ -114,12 +115,12 @@ def _reshape(n: Node, target: Shape, *, allow_zero: bool) -> Result:
         target = tuple(dims[k] if as_int(d) == 0 else d for k, d in enumerate(target))
     if sum(as_int(d) == -1 for d in target) > 1:
         n.fail(f"the target shape ({', '.join(map(str, target))}) has more than one -1")
-    return ops.reshape(n.input(0), infer_dimension(dims, n.resolver.nonempty(target)))
+    return ops.reshape(n.input(0), infer_dimension(dims, n.resolver.simplify_nonempty(target)))
 
 
 @onnx_op("Flatten")
 def flatten(n: Node) -> Result:
-    """Two dimensions: the product before `axis`, and from it on."""
+    """Flatten to a matrix: the product of the dimensions before `axis`, and of the others."""
     dims = n.shape()
     axis = n.int("axis", 1)
     if not -len(dims) <= axis <= len(dims):
@@ -145,20 +146,22 @@ def _squeeze(n: Node, axes: tuple[int, ...] | None) -> Result:
     squeezed = {normalize_axis(n, axis, len(dims)) for axis in axes}
     ones = tuple(sym(1) if k in squeezed and as_int(d) is None else d for k, d in enumerate(dims))
     if ones != dims:
-        x = n.bb.match_shape(n.bb.leaf(x), ones)  # so that another size is refused by its number
+        x = n.bb.match_shape(n.bb.leaf(x), ones)  # a run-time check of the size
     return ops.squeeze(x, axes=axes) if axes else x
 
 
 def _unit_axes(n: Node) -> tuple[int, ...]:
-    """The axes of size 1. Symbolic sizes are taken to be others, as the run checks, unless the model declares outputs
-    of a lower rank."""
+    """Return the axes to squeeze, those of size 1.
+
+    Symbolic sizes are assumed not to be 1, or to be 1 if the outputs' declared ranks require it; checked at run time.
+    """
     axes = tuple(k for k, d in enumerate(n.shape()) if as_int(d) == 1)
     symbolic = tuple(k for k, d in enumerate(n.shape()) if as_int(d) is None and not PROVER.can_prove_ne(d, 1))
     if not symbolic:
         return axes
     sizes = ", ".join(str(n.shape()[k]) for k in symbolic)
-    keeps = n.importer.model.choices.take(n.bb.loc or n.label, f"no size ({sizes}) is 1, which would go")
-    if not keeps:
+    none_is_one = n.importer.model.assumptions.assume(n.bb.loc or n.label, f"no size ({sizes}) is 1, which would go")
+    if not none_is_one:
         return tuple(sorted(axes + symbolic))
     for size in dict.fromkeys(n.shape()[k] for k in symbolic):
         is_one = n.emit(ops.equal(n.emit(ops.shape_to_tensor((size,))), np.int64(1)))
@@ -178,7 +181,7 @@ def unsqueeze(n: Node) -> Result:
 
 @onnx_op("Expand", since=8)
 def expand(n: Node) -> Result:
-    """Broadcasting in both directions: a 1 in the shape keeps the input's size."""
+    """Expand: two-way broadcast of the input and the given shape, in which 1 keeps the input's size."""
     dims, target = n.shape(), n.shape_values(1, lower=0)
     rank = max(len(dims), len(target))
     ones = (sym(1),)
@@ -196,8 +199,8 @@ def transpose(n: Node) -> Result:
     return ops.transpose(n.input(0), axes=perm)
 
 
-def move_first(n: Node, x: Expr, axis: int) -> Expr:
-    """x with its first axis moved to `axis`."""
+def move_first_axis(n: Node, x: Expr, axis: int) -> Expr:
+    """Return x with its first axis moved to `axis`."""
     rank = len(n.shape_of(x))
     axis = normalize_axis(n, axis, rank)
     order = list(range(1, rank))
@@ -205,7 +208,7 @@ def move_first(n: Node, x: Expr, axis: int) -> Expr:
     return x if axis == 0 else n.emit(ops.transpose(x, axes=tuple(order)))
 
 
-# Joining and cutting
+# Concatenation, splitting, slicing and padding
 
 
 @onnx_op("Concat")
@@ -219,7 +222,7 @@ def concat(n: Node) -> Result:
 
 @onnx_op("Split")
 def split_1(n: Node) -> Result:
-    """Sizes as an attribute, or (opset 1) as an input."""
+    """Split before opset 13: sizes are an attribute, or (opset 1) an input."""
     sizes = n.ints("split", None)
     if sizes is None and n.optional(1) is not None:
         sizes = n.const_ints(1, "the sizes of the parts")
@@ -233,7 +236,7 @@ def split_13(n: Node) -> Result:
 
 @onnx_op("Split", since=18)
 def split(n: Node) -> Result:
-    """Without sizes, the last part may be smaller."""
+    """Split since opset 18: if no sizes are given, the last part may be smaller."""
     count = n.int("num_outputs", n.num_outputs)
     if n.optional(1) is not None:
         return split_13(n)
@@ -248,11 +251,11 @@ def _split(n: Node, sizes: Shape | None) -> Result:
         sizes = (n.shape()[axis] // n.num_outputs,) * n.num_outputs
     if len(sizes) != n.num_outputs:
         n.fail(f"{n.num_outputs} outputs need as many sizes, got {len(sizes)}")
-    return tuple(cut(n, axis, sizes))
+    return tuple(split_axis(n, axis, sizes))
 
 
-def cut(n: Node, axis: int, sizes: Sequence[SymExpr]) -> list[Expr]:
-    """The first input in parts of these sizes, which must make up the axis."""
+def split_axis(n: Node, axis: int, sizes: Sequence[SymExpr]) -> list[Expr]:
+    """Split the first input along an axis into parts of these sizes, whose sum must be the axis's size."""
     total, extent = sum(sizes, sym(0)), n.shape()[axis]
     if PROVER.can_prove_ne(total, extent):
         n.fail(f"parts of {', '.join(map(str, sizes))} add up to {total}, but axis {axis} has size {extent}")
@@ -291,11 +294,11 @@ def _slice(n: Node, starts: Shape, ends: Shape, axes: tuple[int, ...], steps: tu
             n.fail("a step of a slice must not be 0")
         k = normalize_axis(n, axis, len(dims))
         ranges[k] = resolve_slice(dims[k], start, end, step)
-    kept = {k: r for k, r in ranges.items() if not r.is_whole(dims[k])}
-    if not kept:
+    partial = {k: r for k, r in ranges.items() if not r.is_whole(dims[k])}
+    if not partial:
         return n.input(0)
-    begins, sizes = tuple(r.begin for r in kept.values()), tuple(r.size for r in kept.values())
-    return ops.slice(n.input(0), begins, sizes, axes=tuple(kept), steps=tuple(r.step for r in kept.values()))
+    begins, sizes = tuple(r.begin for r in partial.values()), tuple(r.size for r in partial.values())
+    return ops.slice(n.input(0), begins, sizes, axes=tuple(partial), steps=tuple(r.step for r in partial.values()))
 
 
 @onnx_op("Pad")
@@ -338,7 +341,7 @@ def tile_1(n: Node) -> Result:
 
 @onnx_op("SpaceToDepth")
 def space_to_depth(n: Node) -> Result:
-    """mode (since opset 28) "DCR": the block is the outer part of the channel, "CRD": the inner."""
+    """SpaceToDepth; mode (since opset 28) "DCR": the block is the outer part of the channels, "CRD": the inner."""
     size, mode = n.int("blocksize"), n.text("mode", "DCR")
     if mode not in ("DCR", "CRD"):
         n.fail(f"attribute 'mode' must be DCR or CRD, not {mode!r}")
@@ -357,14 +360,14 @@ def depth_to_space(n: Node) -> Result:
 
 @onnx_op("CenterCropPad", since=18)
 def center_crop_pad(n: Node) -> Result:
-    """Crop or pad (with zeros) around the centre to a given shape."""
+    """CenterCropPad: crop or zero-pad around the centre to a given shape."""
     dims, target = n.shape(), n.shape_values(1, lower=0)
     axes = n.ints("axes", tuple(range(len(dims))))
     before, after = [sym(0)] * len(dims), [sym(0)] * len(dims)
-    for axis, wanted in zip((normalize_axis(n, a, len(dims)) for a in axes), target, strict=True):
-        have = dims[axis]
-        first = smax(wanted - have, 0) // 2 - smax(have - wanted, 0) // 2
-        before[axis], after[axis] = first, wanted - have - first
+    for axis, new in zip((normalize_axis(n, a, len(dims)) for a in axes), target, strict=True):
+        old = dims[axis]
+        first = smax(new - old, 0) // 2 - smax(old - new, 0) // 2
+        before[axis], after[axis] = first, new - old - first
     return ops.pad(n.input(0), before, after, None)
 
 

@@ -1,4 +1,4 @@
-"""Fourier transforms, windows and mel filters."""
+"""Converters of Fourier transforms, windows and mel filters."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _WINDOWS = {
 def _window(coefficients: tuple[float, ...], n: Node) -> Result:
     dtype, periodic = n.element_type("output_datatype", "float32"), n.flag("periodic", True)
     wide = dtype if dtypes.is_float(dtype) else "float64"
-    result = ops.cosine_window(n.shape_values(0, lower=0)[:1], coefficients=coefficients, periodic=periodic, dtype=wide)
-    return result if wide == dtype else ops.cast(n.emit(result), dtype=dtype)
+    window = ops.cosine_window(n.shape_values(0, lower=0)[:1], coefficients=coefficients, periodic=periodic, dtype=wide)
+    return window if wide == dtype else ops.cast(n.emit(window), dtype=dtype)
 
 
 for _name, _coefficients in _WINDOWS.items():
@@ -47,15 +47,15 @@ def _dft(n: Node, axis: int) -> Result:
     inverse, onesided = n.flag("inverse"), n.flag("onesided")
     axis = normalize_axis(n, axis, n.rank())
     size = n.shape()[axis]
-    halved = inverse and onesided
-    length = n.shape_values(1, lower=0)[0] if n.optional(1) is not None else (size - 1) * 2 if halved else size
-    if halved:
+    is_real_inverse = inverse and onesided
+    length = n.shape_values(1, lower=0)[0] if n.optional(1) is not None else (size - 1) * 2 if is_real_inverse else size
+    if is_real_inverse:
         return _real_inverse(n, axis, length)
     return ops.dft(n.input(0), (length,), axis=axis, inverse=inverse, onesided=onesided)
 
 
 def _real_inverse(n: Node, axis: int, length: SymExpr) -> Result:
-    """The real signal of a one-sided spectrum: its other half is the mirrored conjugate, X[length - k] = conj(X[k])."""
+    """Emit the real signal of a one-sided spectrum, completed by X[length - k] = conj(X[k])."""
     last, dims = n.rank() - 1, n.shape()
     bins = length // 2 + 1
     missing = tuple(bins - dims[axis] if k == axis else dims[k] * 0 for k in range(n.rank()))
@@ -70,9 +70,9 @@ def _real_inverse(n: Node, axis: int, length: SymExpr) -> Result:
 
 @onnx_op("STFT", since=17)
 def stft(n: Node) -> Result:
-    """Inputs: signal, step, window (or none), length of a frame (or that of the window).
+    """STFT; inputs: signal, step, optional window, frame length (by default the window's).
 
-    A signal of rank 2 is real, and so is one whose last dimension is not known: run time says where it is not.
+    A signal of rank 2 is real. A last dimension of unknown size is assumed to be 1, a real signal; checked at run time.
     """
     (step,) = n.const_ints(1, "frame_step")
     window: Expr | None = n.optional(2)
@@ -80,7 +80,7 @@ def stft(n: Node) -> Result:
         length = n.shape_values(3, lower=0)[0]
         window = n.emit(ops.full((length,), Constant.of(1, n.dtype())))
     signal, dims = n.input(0), n.shape()
-    if len(dims) == 2:  # as PyTorch writes it
+    if len(dims) == 2:  # as PyTorch exports it
         signal = n.emit(ops.expand_dims(signal, axes=(2,)))
     elif len(dims) == 3 and as_int(dims[2]) is None:
         signal = n.bb.match_shape(n.bb.leaf(signal), (*dims[:2], 1))
@@ -89,7 +89,7 @@ def stft(n: Node) -> Result:
 
 @onnx_op("MelWeightMatrix", since=17)
 def mel_weight_matrix(n: Node) -> Result:
-    """Triangles in the mel scale: (bins of a one-sided spectrum, mel bins)."""
+    """MelWeightMatrix: triangular filters in the mel scale, (bins of a one-sided spectrum, mel bins)."""
     known = [n.const(k) for k in range(5)]
     if any(v is None for v in known):
         n.fail("the inputs of MelWeightMatrix must be known when the model is compiled")

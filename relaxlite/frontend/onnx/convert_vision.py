@@ -1,4 +1,4 @@
-"""Reading pictures at coordinates that come from data, and scattering columns back into pictures."""
+"""Converters of image sampling at data-dependent coordinates, deformable convolution and Col2Im."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def grid_sample(n: Node) -> Result:
 
 @onnx_op("AffineGrid", since=20)
 def affine_grid(n: Node) -> Result:
-    """Input 1 is the size of the picture: n, c, spatial..."""
+    """AffineGrid; input 1 is the size of the image: n, c, spatial..."""
     batch, _, *sizes = n.shape_values(1, lower=0)
     theta = unify_dims(n.bb, n.input(0), {0: batch})
     return ops.affine_grid(theta, tuple(sizes), align_corners=n.flag("align_corners"))
@@ -67,7 +67,7 @@ def _roi_align(n: Node, *, half_pixel: bool) -> Result:
 
 @onnx_op("DeformConv", since=19)
 def deform_conv(n: Node) -> Result:
-    """A convolution whose taps are read at offsets that come from data: sampled into columns, then a matrix product.
+    """DeformConv: a convolution with data-dependent offsets of its taps, as bilinear im2col and a matmul.
 
     x (n, c, h, w), w (oc, c / groups, kh, kw), offset (n, og * kh * kw * 2, oh, ow), mask (n, og * kh * kw, oh, ow).
     """
@@ -75,18 +75,18 @@ def deform_conv(n: Node) -> Result:
         n.fail(f"DeformConv is supported for pictures (n, c, h, w) only, got {n.type()}")
     batch, channels, *sizes = n.shape()
     height, width = sizes
-    groups, parts = n.int("group", 1), n.int("offset_group", 1)
+    groups, offset_groups = n.int("group", 1), n.int("offset_group", 1)
     filters, kernel = n.shape(1)[0], [as_int(k) or 0 for k in kernel_of(n)]
     if 0 in kernel:
         n.fail("the size of the kernel must be known")
     taps = math.prod(kernel)
-    offset = unify_dims(n.bb, n.input(2), dict(enumerate(_result_sizes(n, sizes, kernel), 2)))
+    offset = unify_dims(n.bb, n.input(2), dict(enumerate(_output_sizes(n, sizes, kernel), 2)))
     out = n.shape_of(offset)[2:]
-    grid = _tap_positions(n, offset, (kernel[0], kernel[1]), (height, width), parts)
-    x = n.emit(ops.reshape(n.input(0), (batch * parts, channels // parts, *sizes)))
+    grid = _sampling_grid(n, offset, (kernel[0], kernel[1]), (height, width), offset_groups)
+    x = n.emit(ops.reshape(n.input(0), (batch * offset_groups, channels // offset_groups, *sizes)))
     sampled: Expr = n.emit(ops.grid_sample(x, grid, mode="linear", padding_mode="zeros", align_corners=False))
     if n.optional(4) is not None:
-        mask = n.emit(ops.reshape(n.input(4), (batch * parts, 1, out[0] * taps, out[1])))
+        mask = n.emit(ops.reshape(n.input(4), (batch * offset_groups, 1, out[0] * taps, out[1])))
         sampled = n.emit(ops.multiply(sampled, mask))
     columns = n.emit(ops.reshape(sampled, (batch, groups, channels // groups * taps, product(out))))
     weights = n.emit(ops.reshape(n.input(1), (groups, filters // groups, channels // groups * taps)))
@@ -94,41 +94,43 @@ def deform_conv(n: Node) -> Result:
     return with_bias(n, result, n.optional(3))
 
 
-def _result_sizes(n: Node, sizes: list[SymExpr], kernel: list[int]) -> list[SymExpr]:
+def _output_sizes(n: Node, sizes: list[SymExpr], kernel: list[int]) -> list[SymExpr]:
     strides, dilations, pads = per_axis(n, "strides", 2), per_axis(n, "dilations", 2), n.ints("pads", None) or (0,) * 4
-    room = [size + pads[k] + pads[k + 2] - (kernel[k] - 1) * dilations[k] - 1 for k, size in enumerate(sizes)]
-    return [space // stride + 1 for space, stride in zip(room, strides, strict=True)]
+    spans = [size + pads[k] + pads[k + 2] - (kernel[k] - 1) * dilations[k] - 1 for k, size in enumerate(sizes)]
+    return [span // stride + 1 for span, stride in zip(spans, strides, strict=True)]
 
 
-def _tap_positions(n: Node, offset: Expr, kernel: tuple[int, int], sizes: tuple[SymExpr, SymExpr], parts: int) -> Expr:
-    """Where every tap of every window reads, as a grid (n * og, kh * kw * oh, ow, 2) of coordinates x, y in -1..1."""
+def _sampling_grid(
+    n: Node, offset: Expr, kernel: tuple[int, int], sizes: tuple[SymExpr, SymExpr], offset_groups: int
+) -> Expr:
+    """Emit the sampling positions of all taps and windows: (n * og, kh * kw * oh, ow, 2), x and y in -1..1."""
     batch, _, *out = n.shape_of(offset)
     strides, dilations, pads = per_axis(n, "strides", 2), per_axis(n, "dilations", 2), n.ints("pads", None) or (0,) * 4
     taps = kernel[0] * kernel[1]
-    offset = n.emit(ops.reshape(offset, (batch * parts, taps, 2, *out)))
+    offset = n.emit(ops.reshape(offset, (batch * offset_groups, taps, 2, *out)))
     coordinates = []
     for k in (1, 0):  # x, then y
-        along = n.emit(ops.arange(_float(n, -pads[k]), _float(n, strides[k]), (out[k],)))
+        along = n.emit(ops.arange(_scalar_constant(n, -pads[k]), _scalar_constant(n, strides[k]), (out[k],)))
         window = n.emit(ops.reshape(along, (out[0], 1) if k == 0 else (1, out[1])))
         tap = np.indices(kernel)[k].reshape(taps, 1, 1) * dilations[k]
         base = n.emit(ops.add(window, Constant.of(tap, n.dtype())))
         shift = n.emit(ops.squeeze(n.emit(ops.slice(offset, (k,), (1,), axes=(2,))), axes=(2,)))
         position = n.emit(ops.add(shift, base))
         size = n.emit(ops.cast(n.emit(ops.shape_to_tensor((sizes[k],))), dtype=n.dtype()))
-        doubled = n.emit(ops.add(n.emit(ops.multiply(position, _float(n, 2))), _float(n, 1)))
-        scaled = n.emit(ops.subtract(n.emit(ops.divide(doubled, size)), _float(n, 1)))
+        doubled = n.emit(ops.add(n.emit(ops.multiply(position, _scalar_constant(n, 2))), _scalar_constant(n, 1)))
+        scaled = n.emit(ops.subtract(n.emit(ops.divide(doubled, size)), _scalar_constant(n, 1)))
         coordinates.append(n.emit(ops.expand_dims(scaled, axes=(4,))))
     grid = n.emit(ops.concat(*coordinates, axis=4))
-    return n.emit(ops.reshape(grid, (batch * parts, out[0] * taps, out[1], 2)))
+    return n.emit(ops.reshape(grid, (batch * offset_groups, out[0] * taps, out[1], 2)))
 
 
-def _float(n: Node, value: float) -> Constant:
+def _scalar_constant(n: Node, value: float) -> Constant:
     return Constant.of(value, n.dtype())
 
 
 @onnx_op("Col2Im", since=18)
 def col2im(n: Node) -> Result:
-    """Columns (n, c * block, positions) added up into pictures (n, c, image...)."""
+    """Col2Im: add up columns (n, c * block, positions) into images (n, c, image...)."""
     image, block = n.const_ints(1, "image_shape"), n.const_ints(2, "block_shape")
     count = len(image)
     strides, dilations = per_axis(n, "strides", count), per_axis(n, "dilations", count)
@@ -136,15 +138,15 @@ def col2im(n: Node) -> Result:
     padded = [image[k] + pads[k] + pads[count + k] for k in range(count)]
     windows = [(padded[k] - dilations[k] * (block[k] - 1) - 1) // strides[k] + 1 for k in range(count)]
     positions = np.zeros((1,), np.int64)
-    for k in range(count):  # of every tap (block...) and window (windows...), in the padded picture
+    for k in range(count):  # of every tap (block...) and window (windows...) in the padded image
         tap = np.indices(block)[k].reshape(-1, 1) * dilations[k]
         window = np.indices(windows)[k].reshape(1, -1) * strides[k]
         positions = positions * padded[k] + tap + window
     batch, depth = n.shape()[0], n.shape()[1] // math.prod(block)
     rows, total = batch * depth, positions.size
     columns = n.emit(ops.reshape(n.input(0), (rows, sym(total))))
-    places = n.emit(ops.broadcast_to(Constant.of(positions.reshape(1, -1)), (rows, sym(total))))
+    indices = n.emit(ops.broadcast_to(Constant.of(positions.reshape(1, -1)), (rows, sym(total))))
     zeros = n.emit(ops.full((rows, sym(math.prod(padded))), Constant.of(0, n.dtype())))
-    summed = n.emit(ops.scatter_elements(zeros, places, columns, axis=1, reduction="add"))
-    picture = n.emit(ops.reshape(summed, (batch, depth, *padded)))
-    return ops.slice(picture, pads[:count], image, axes=tuple(range(2, count + 2)))
+    summed = n.emit(ops.scatter_elements(zeros, indices, columns, axis=1, reduction="add"))
+    padded_image = n.emit(ops.reshape(summed, (batch, depth, *padded)))
+    return ops.slice(padded_image, pads[:count], image, axes=tuple(range(2, count + 2)))

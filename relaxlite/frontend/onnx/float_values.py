@@ -1,4 +1,4 @@
-"""Sizes that exporters compute in floats (`floor(cast(height) * 0.5)`), followed as exact fractions of symbols."""
+"""Symbolic evaluation of sizes computed in floats (`floor(cast(height) * 0.5)`), as exact fractions of symbols."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
 
 _MAX_ELEMENTS = 64
-_MAX_VISITED = 200  # variables that one question follows
+_MAX_VISITED = 200  # variables per reader
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """numerator / denominator, with a constant positive denominator."""
+    """A fraction num / den of a symbolic numerator and a positive constant denominator."""
 
     num: SymExpr
     den: int
 
     @staticmethod
     def of(value: float) -> Ratio:
-        """The simplest fraction that is the same float32."""
+        """Return the simplest fraction that rounds to the same float32."""
         simple = Fraction(value).limit_denominator(1000)
         exact = simple if np.float32(float(simple)) == np.float32(value) else Fraction(value)
         return Ratio(sym(exact.numerator), exact.denominator)
 
     def floor(self) -> SymExpr:
+        """Return the quotient rounded down."""
         return floordiv(self.num, self.den)
 
     def truncated(self) -> SymExpr | None:
-        """Towards zero, as a cast to integers does."""
+        """Return the quotient rounded towards zero, as by a cast to integers; None if its sign is not known."""
         return symbolic_truncdiv(self.num, sym(self.den))
 
 
@@ -82,69 +83,71 @@ _OPS: dict[str, Callable[..., Ratio | None]] = {
     "maximum": _extremum(smax),
     "minimum": _extremum(smin),
 }
-_MOVES = frozenset(("reshape", "expand_dims", "squeeze", "concat", "gather", "slice", "transpose", "broadcast_to"))
+_MOVEMENT_OPS = frozenset(
+    ("reshape", "expand_dims", "squeeze", "concat", "gather", "slice", "transpose", "broadcast_to")
+)
 
 
 class RatioReader:
-    """Follows small float tensors. `resolve` gives the elements of an integer tensor as an object array, or None."""
+    """Evaluates small float tensors. `resolve` returns an integer tensor's elements as an object array, or None."""
 
     def __init__(self, bb: BlockBuilder, resolve: Callable[[Expr], Any]) -> None:
         self._bb, self._resolve = bb, resolve
-        self._found: dict[Var, Any] = {}
+        self._cache: dict[Var, Any] = {}
 
     def values(self, x: Expr) -> Any:
-        """The elements of x as an object array of `Ratio`, or None."""
+        """Return the elements of x as an object array of `Ratio`, or None."""
         if isinstance(x, Constant) and _is_small(x.ty):
-            return _each(Ratio.of, x.value) if np.isfinite(x.value.astype(np.float64)).all() else None
+            return _map_elements(Ratio.of, x.value) if np.isfinite(x.value.astype(np.float64)).all() else None
         if not isinstance(x, Var) or not _is_small(x.ty):
             return None
-        if x not in self._found and len(self._found) < _MAX_VISITED:
-            self._found[x] = None  # while it is computed
+        if x not in self._cache and len(self._cache) < _MAX_VISITED:
+            self._cache[x] = None  # ends recursion
             call = self._bb.definition(x)
-            self._found[x] = self._computed(call) if isinstance(call, Call) and isinstance(call.callee, Op) else None
-        return self._found.get(x)
+            self._cache[x] = self._evaluate(call) if isinstance(call, Call) and isinstance(call.callee, Op) else None
+        return self._cache.get(x)
 
-    def _computed(self, call: Call) -> Any:
+    def _evaluate(self, call: Call) -> Any:
         name, args = call.callee.name, call.args
         if name == "cast" and isinstance(args[0].ty, TensorType) and dtypes.is_integer(args[0].ty.dtype):
-            result = self._resolve(args[0])
-            return None if result is None else _each(lambda v: Ratio(sym(v), 1), result)
+            integers = self._resolve(args[0])
+            return None if integers is None else _map_elements(lambda v: Ratio(sym(v), 1), integers)
         if name == "cast":
             return self.values(args[0])
         if name in _OPS:
             operands = [self.values(a) for a in args]
-            return None if any(v is None for v in operands) else _each(_OPS[name], *operands)
-        return self._moved(call) if name in _MOVES else None
+            return None if any(v is None for v in operands) else _map_elements(_OPS[name], *operands)
+        return self._move_elements(call) if name in _MOVEMENT_OPS else None
 
-    def _moved(self, call: Call) -> Any:
-        """Ops that only move elements, run on object arrays by their own reference."""
+    def _move_elements(self, call: Call) -> Any:
+        """Evaluate an op that only moves elements by its reference, on object arrays."""
         operands = []
         for a in call.args:
             is_float = isinstance(a.ty, TensorType) and dtypes.is_float(a.ty.dtype)
-            result = self.values(a) if is_float else self._bb.known_value(a)
-            if result is None:
+            values = self.values(a) if is_float else self._bb.known_value(a)
+            if values is None:
                 return None
-            operands.append(result if isinstance(a.ty, TensorType) else tuple(result))
+            operands.append(values if isinstance(a.ty, TensorType) else tuple(values))
         try:
             return np.asarray(call.callee.reference(*operands, **call.attrs), dtype=object)  # type: ignore[union-attr]
         except (TypeError, ValueError):
             return None
 
 
-def _each(function: Callable[..., Any], *arrays: Any) -> Any:
-    spread = np.broadcast_arrays(*(np.asarray(a, dtype=object) for a in arrays))
-    out = np.empty(spread[0].shape, dtype=object)
-    for at in np.ndindex(out.shape):
-        result = function(*(a[at] for a in spread))
-        if result is None:
+def _map_elements(function: Callable[..., Any], *arrays: Any) -> Any:
+    broadcasted = np.broadcast_arrays(*(np.asarray(a, dtype=object) for a in arrays))
+    out = np.empty(broadcasted[0].shape, dtype=object)
+    for index in np.ndindex(out.shape):
+        value = function(*(a[index] for a in broadcasted))
+        if value is None:
             return None
-        out[at] = result
+        out[index] = value
     return out
 
 
-def truncated_values(ratios: Any) -> Any:
-    """As integers, or None."""
-    return _each(lambda r: r.truncated(), ratios)
+def truncate_ratios(ratios: Any) -> Any:
+    """Return an array of ratios rounded towards zero, or None if the sign of one is not known."""
+    return _map_elements(lambda r: r.truncated(), ratios)
 
 
 def _is_small(ty: Type) -> bool:

@@ -1,4 +1,4 @@
-"""Functions: those that a model brings, and the bodies that ONNX itself gives for many of its ops."""
+"""ONNX functions to inline: functions of a model, and the bodies by which ONNX defines many of its ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnx import AttributeProto
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.tensors import onnx_type
-from relaxlite.frontend.onnx.validation import schema_of
+from relaxlite.frontend.onnx.validation import function_schema
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
@@ -20,38 +20,44 @@ from relaxlite.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """A function to inline in place of a node."""
+    """A function to inline in place of a node, and its attributes."""
 
     function: onnx.FunctionProto
     arguments: Mapping[str, AttributeProto]
 
 
 def expand_model_function(function: onnx.FunctionProto, node: Node) -> Expansion:
-    """A function of the model's own, with the node's attributes or their defaults."""
-    given = dict(node.all_attributes())
+    """Return the expansion of a node that calls one of the model's functions.
+
+    Raises ImportModelError for an unknown attribute or too many inputs.
+    """
+    attributes = dict(node.all_attributes())
     known = {*function.attribute, *(a.name for a in function.attribute_proto)}
-    unknown = sorted(given.keys() - known)
+    unknown = sorted(attributes.keys() - known)
     if unknown:
         raise ImportModelError(f"function {function.name} has no attribute '{unknown[0]}'")
     if len(node.inputs) > len(function.input):
         raise ImportModelError(f"function {function.name} takes {len(function.input)} inputs, got {len(node.inputs)}")
-    return Expansion(function, {**{a.name: a for a in function.attribute_proto}, **given})
+    return Expansion(function, {**{a.name: a for a in function.attribute_proto}, **attributes})
 
 
 def expand_schema(node: Node, domain: str) -> Expansion:
-    """The body that the ONNX specification gives for an op."""
-    schema = schema_of(domain, node.op_type, node.opset)
+    """Return the expansion of a node by the body that ONNX defines for its op.
+
+    Raises ImportModelError if there is no such body, or for an unknown attribute.
+    """
+    schema = function_schema(domain, node.op_type, node.opset)
     if schema is None:
         raise ImportModelError(f"op {node.op_type} is not known")
     function = _body(schema, node)
     if function is None:
         raise ImportModelError(f"ONNX defines no body of {node.op_type} for these inputs and attributes")
-    given = dict(node.all_attributes())
-    unknown = sorted(given.keys() - schema.attributes.keys())
+    attributes = dict(node.all_attributes())
+    unknown = sorted(attributes.keys() - schema.attributes.keys())
     if unknown:
         raise ImportModelError(f"{node.op_type} has no attribute '{unknown[0]}' in opset {node.opset}")
     defaults = {name: a.default_value for name, a in schema.attributes.items() if a.default_value.name}
-    return Expansion(function, {**defaults, **given})
+    return Expansion(function, {**defaults, **attributes})
 
 
 def _body(schema: Any, node: Node) -> onnx.FunctionProto | None:
@@ -62,11 +68,11 @@ def _body(schema: Any, node: Node) -> onnx.FunctionProto | None:
         return function
     types = [_type_proto(x).SerializeToString() for x in node.inputs]
     version = _newest(schema.context_dependent_function_opset_versions, node.opset)
-    plain = onnx.NodeProto()
-    plain.CopyFrom(node.proto)
-    del plain.attribute[:]
-    plain.attribute.extend(node.all_attributes().values())
-    body = schema.get_context_dependent_function_with_opset_version(version, plain.SerializeToString(), types)
+    node_proto = onnx.NodeProto()
+    node_proto.CopyFrom(node.proto)
+    del node_proto.attribute[:]
+    node_proto.attribute.extend(node.all_attributes().values())
+    body = schema.get_context_dependent_function_with_opset_version(version, node_proto.SerializeToString(), types)
     function.ParseFromString(body)
     return function if function.node else None
 
@@ -83,9 +89,9 @@ def _type_proto(x: Expr | None) -> onnx.TypeProto:
     if x.ty.shape is not None:
         proto.tensor_type.shape.SetInParent()
         for dim in x.ty.shape:
-            added, value = proto.tensor_type.shape.dim.add(), as_int(dim)
+            dim_proto, value = proto.tensor_type.shape.dim.add(), as_int(dim)
             if value is not None:
-                added.dim_value = value
+                dim_proto.dim_value = value
             else:
-                added.dim_param = str(dim)
+                dim_proto.dim_param = str(dim)
     return proto

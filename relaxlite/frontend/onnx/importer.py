@@ -1,4 +1,4 @@
-"""The walk over an ONNX graph: inputs, constants, nodes, functions and subgraphs, into one IRModule."""
+"""Conversion of an ONNX graph, with its functions and subgraphs, into one IRModule."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from onnx import AttributeProto
 from relaxlite.errors import ImportModelError, RelaxliteError
 from relaxlite.frontend.onnx.functions import Expansion, expand_model_function, expand_schema
 from relaxlite.frontend.onnx.loading import LoadedModel, load_model
-from relaxlite.frontend.onnx.loops import Choices, FlowBuilder
-from relaxlite.frontend.onnx.narrow_types import CONVERSIONS, MEASURES, MOVES, NarrowType
+from relaxlite.frontend.onnx.loops import Assumptions, ControlFlowBuilder
+from relaxlite.frontend.onnx.narrow_types import CONVERSION_OPS, DATA_MOVEMENT_OPS, SHAPE_QUERY_OPS, NarrowType
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, canonical_domain, find_converter
 from relaxlite.frontend.onnx.shape_values import ShapeResolver
@@ -24,33 +24,33 @@ from relaxlite.frontend.onnx.validation import (
     check_graph,
     check_opsets,
     function_key,
-    in_order,
-    most_inputs,
+    max_inputs,
     node_label,
     opset_versions,
+    topological_order,
 )
-from relaxlite.garbage import without_collections
+from relaxlite.garbage import with_gc_disabled
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.types import TensorType
 
-_MAX_CHOICES = 16  # imports that are tried, see loops.Choices
-_MAX_EXPANSIONS = 64  # functions nested in functions
+_MAX_ATTEMPTS = 16  # imports with different `Assumptions`
+_MAX_EXPANSIONS = 64  # nesting depth of inlined functions
 
 
-@without_collections
+@with_gc_disabled
 def from_onnx(
     model: str | Path | bytes | onnx.ModelProto,
     *,
     dynamic_shapes: DynamicShapes | None = None,
     bounds: Bounds | None = None,
 ) -> IRModule:
-    """Import an ONNX model; its entry function is "main".
+    """Import an ONNX model as an IRModule whose entry function is "main".
 
-    model: a path (external data is looked for beside it), the bytes of a file, or a ModelProto.
-    dynamic_shapes: changes dimensions of inputs, `{"x": {0: "batch", 2: 224}}` or `{"x": ["batch", None, 224]}`: a name
-        makes a dimension symbolic (equal names are equal sizes), a number fixes it, None keeps it.
+    model: a path, the bytes of a file, or a ModelProto. External data is read from the folder of the path.
+    dynamic_shapes: overrides dimensions of inputs, `{"x": {0: "batch", 2: 224}}` or `{"x": ["batch", None, 224]}`: a
+        name makes a dimension symbolic (equal names are equal sizes), a number fixes its size, None keeps it.
     bounds: sizes that symbols may have, `{"batch": "1..64"}` or `{"batch": (1, 64)}`; checked when the model runs.
 
     Raises ImportModelError (UnsupportedOpsError lists all unknown ops at once), InvalidArgumentError for wrong options.
@@ -60,19 +60,19 @@ def from_onnx(
         return ModelImporter(loaded).run(dynamic_shapes, bounds)
     except RelaxliteError:
         raise
-    except Exception as error:  # of a damaged file, in which text may be bytes and numbers anything
+    except Exception as error:  # a damaged file may have fields of any type and value
         raise ImportModelError(f"{loaded.name} cannot be imported ({type(error).__name__}: {error})") from error
 
 
 class ModelImporter:
-    """One import: what all graphs of the model share."""
+    """Imports one model; holds what its graphs, functions and subgraphs share."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.proto = loaded.proto
         self.name = loaded.name
         self.reader = TensorReader(loaded.path, loaded.content)
         self.opsets = opset_versions(self.proto.opset_import)
-        self.choices = Choices()
+        self.assumptions = Assumptions()
         self.functions = {function_key(f): f for f in self.proto.functions}
 
     def run(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
@@ -81,34 +81,34 @@ class ModelImporter:
         survey = OpSurvey(self.functions)
         survey.visit(self.proto.graph.node, self.opsets)
         survey.raise_if_any()
-        return self._first_fitting(dynamic_shapes, bounds)
+        return self._import_with_choices(dynamic_shapes, bounds)
 
-    def _first_fitting(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
-        """The first combination of choices that can be imported and gives outputs of the ranks that the model declares.
+    def _import_with_choices(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
+        """Import with the first combination of choices that succeeds and gives outputs of the declared ranks.
 
-        Where none does both, the first that can be imported: declarations are often wrong.
+        If no combination does both, the first that succeeds: declared ranks are often wrong.
         """
-        failed: ImportModelError | None = None
-        result: IRModule | None = None
-        for _ in range(_MAX_CHOICES):
+        first_error: ImportModelError | None = None
+        first_module: IRModule | None = None
+        for _ in range(_MAX_ATTEMPTS):
             try:
-                module = self._import(dynamic_shapes, bounds)
+                module = self._import_graph(dynamic_shapes, bounds)
                 if _has_declared_ranks(module, self.proto.graph):
                     return module
-                result = result or module
+                first_module = first_module or module
             except ImportModelError as error:
-                failed = failed or error
-            if not self.choices.next():
+                first_error = first_error or error
+            if not self.assumptions.next():
                 break
-        if result is None:
-            assert failed is not None
-            raise failed
-        return result
+        if first_module is None:
+            assert first_error is not None
+            raise first_error
+        return first_module
 
-    def _import(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
+    def _import_graph(self, dynamic_shapes: DynamicShapes | None, bounds: Bounds | None) -> IRModule:
         graph, table, bb = self.proto.graph, SymbolTable(bounds), BlockBuilder()
-        given = {t.name for t in graph.initializer} | {s.values.name for s in graph.sparse_initializer}
-        inputs = [i for i in graph.input if i.name not in given]
+        initialized = {t.name for t in graph.initializer} | {s.values.name for s in graph.sparse_initializer}
+        inputs = [i for i in graph.input if i.name not in initialized]
         types = input_types(inputs, dynamic_shapes, table)
         params = tuple(Var(bb.unique_name(i.name), ty) for i, ty in zip(inputs, types, strict=True))
         importer = GraphImporter(self, bb, ShapeResolver(bb, table), table)
@@ -117,8 +117,8 @@ class ModelImporter:
             importer.mark_inputs(inputs)
             outputs = importer.graph(graph)
             bb.result(outputs[0] if len(outputs) == 1 else Tuple(tuple(outputs)))
-        marks = {name: importer.narrow.get(v) for name, v in _border(inputs, params, graph, outputs)}
-        main = Function(params, bb.finish(scope), _signature(inputs, graph, marks))
+        narrow_types = {name: importer.narrow.get(v) for name, v in _named_boundary(inputs, params, graph, outputs)}
+        main = Function(params, bb.finish(scope), _signature(inputs, graph, narrow_types))
         return IRModule({"main": main}, self._metadata())
 
     def _metadata(self) -> Attrs:
@@ -127,7 +127,7 @@ class ModelImporter:
             "producer": f"{proto.producer_name} {proto.producer_version}".strip(),
             "ir_version": proto.ir_version,
             "opset": self.opsets.get(""),
-            "assumptions": self.choices.assumptions(),
+            "assumptions": self.assumptions.messages(),
             "metadata": tuple((entry.key, entry.value) for entry in proto.metadata_props),
         }
         if self.reader.external:
@@ -135,23 +135,23 @@ class ModelImporter:
         return Attrs(values)
 
 
-def _border(
+def _named_boundary(
     inputs: Sequence[onnx.ValueInfoProto], params: Sequence[Expr], graph: onnx.GraphProto, outputs: Sequence[Expr]
 ) -> list[tuple[str, Expr]]:
-    """Name and value of every input and output."""
+    """Return (name, value) of every input and output of the graph."""
     ins = [(i.name, p) for i, p in zip(inputs, params, strict=True)]
     return ins + [(o.name, v) for o, v in zip(graph.output, outputs, strict=True)]
 
 
 def _signature(
-    inputs: Sequence[onnx.ValueInfoProto], graph: onnx.GraphProto, marks: Mapping[str, NarrowType | None]
+    inputs: Sequence[onnx.ValueInfoProto], graph: onnx.GraphProto, narrow_types: Mapping[str, NarrowType | None]
 ) -> Attrs:
     values: dict[str, AttrValue] = {
         "input_names": tuple(i.name for i in inputs),
         "output_names": tuple(o.name for o in graph.output),
     }
-    narrow = tuple((name, ty.name) for name, ty in marks.items() if ty is not None)
-    return Attrs(values | ({"narrow_types": narrow} if narrow else {}))
+    entries = tuple((name, ty.name) for name, ty in narrow_types.items() if ty is not None)
+    return Attrs(values | ({"narrow_types": entries} if entries else {}))
 
 
 def _has_declared_ranks(module: IRModule, graph: onnx.GraphProto) -> bool:
@@ -165,19 +165,19 @@ def _has_declared_ranks(module: IRModule, graph: onnx.GraphProto) -> bool:
 
 
 class GraphImporter:
-    """Converts nodes in order. Scopes: subgraphs see the names of the graphs around them."""
+    """Converts the nodes of a graph in topological order. Subgraphs see the names of their enclosing graphs."""
 
     def __init__(self, model: ModelImporter, bb: BlockBuilder, resolver: ShapeResolver, symbols: SymbolTable) -> None:
         self.model, self.bb, self.resolver, self.symbols = model, bb, resolver, symbols
         self.reader = model.reader
         self._scopes: list[dict[str, Expr]] = [{}]
         self._opsets: Mapping[str, int] = model.opsets
-        self._arguments: Mapping[str, AttributeProto] | None = None  # of the function being expanded
-        self._path: tuple[str, ...] = ()  # labels of the nodes around
+        self._arguments: Mapping[str, AttributeProto] | None = None  # of the function being inlined
+        self._path: tuple[str, ...] = ()  # labels of the enclosing nodes
         self._expansions = 0
-        self._explained: ImportModelError | None = None
-        self.flow = FlowBuilder(bb, resolver, symbols)
-        self.narrow: dict[Expr, NarrowType] = {}  # tensors that carry a type which the IR does not have
+        self._reported: ImportModelError | None = None
+        self.flow = ControlFlowBuilder(bb, resolver, symbols)
+        self.narrow: dict[Expr, NarrowType] = {}  # element types that the IR lacks
 
     # names
 
@@ -185,14 +185,14 @@ class GraphImporter:
         self._scopes[-1].update(values)
 
     def mark_inputs(self, inputs: Sequence[onnx.ValueInfoProto]) -> None:
-        """Note which of the model's inputs carry a narrow type."""
+        """Record the narrow types of the model's inputs in `self.narrow`."""
         for info in inputs:
             narrow, value = narrow_type(info.type.tensor_type.elem_type), self.lookup(info.name)
             if narrow is not None and value is not None:
                 self.narrow[value] = narrow
 
     def lookup(self, name: str) -> Expr | None:
-        """The value of a name; None for an optional input that is left out (its name is empty)."""
+        """Return the value of a name, or None for an omitted optional input, whose name is empty."""
         if not name:
             return None
         for scope in reversed(self._scopes):
@@ -205,7 +205,7 @@ class GraphImporter:
 
     @contextmanager
     def scope(self, values: Mapping[str, Expr]) -> Iterator[None]:
-        """A body of its own: it sees what is outside, and what it defines ends with it."""
+        """Open a nested scope: it sees the enclosing names, and its own names end with it."""
         self._scopes.append(dict(values))
         with self.resolver.scope():
             yield
@@ -214,7 +214,10 @@ class GraphImporter:
     # graphs
 
     def graph(self, graph: onnx.GraphProto, *, with_sequences: bool = False) -> list[Expr]:
-        """Convert a graph into the body under construction; its outputs, sequences too where asked for."""
+        """Convert a graph into the body under construction and return its outputs.
+
+        `with_sequences` permits outputs that are sequences; without it they raise ImportModelError.
+        """
         scope = self._scopes[-1]
         for tensor in graph.initializer:
             scope[tensor.name] = self.constant(tensor)
@@ -224,10 +227,10 @@ class GraphImporter:
         return [self._output(o.name, with_sequences) for o in graph.output]
 
     def constant(self, tensor: onnx.TensorProto) -> Constant:
-        result, narrow = self.reader.constant(tensor), narrow_type(tensor.data_type)
+        constant, narrow = self.reader.constant(tensor), narrow_type(tensor.data_type)
         if narrow is not None:
-            self.narrow[result] = narrow
-        return result
+            self.narrow[constant] = narrow
+        return constant
 
     def _output(self, name: str, with_sequences: bool) -> Expr:
         value = self.lookup(name)
@@ -236,7 +239,7 @@ class GraphImporter:
         return value
 
     def nodes(self, nodes: Sequence[onnx.NodeProto]) -> None:
-        for index, proto in in_order(nodes, self._is_visible):
+        for index, proto in topological_order(nodes, self._is_visible):
             label = node_label(proto, index)
             outer_loc = self.bb.loc
             self.bb.loc = " in ".join((label, *self._path[::-1]))
@@ -255,54 +258,63 @@ class GraphImporter:
             node.check_all_read()
             self._define_outputs(proto, result, narrow)
         except RelaxliteError as error:
-            if error is self._explained:  # by a node inside this one
+            if error is self._reported:  # by a nested node
                 raise
-            raise self._explain(str(error), proto, inputs) from error
-        except Exception as error:  # a malformed node must not look like a crash
-            raise self._explain(f"cannot be converted ({type(error).__name__}: {error})", proto, inputs) from error
+            raise self._located_error(str(error), proto, inputs) from error
+        except Exception as error:  # a malformed node is an error of the model, not a crash
+            raise self._located_error(
+                f"cannot be converted ({type(error).__name__}: {error})", proto, inputs
+            ) from error
 
     def _run(self, node: Node, domain: str) -> Result:
         function = self.model.functions.get(function_key(node.proto))
         if function is not None:
-            return self._expand(node, expand_model_function(function, node))
-        most = most_inputs(domain, node.op_type, node.opset)
-        if len(node.inputs) > most and any(x is not None for x in node.inputs[most:]):
+            return self._inline(node, expand_model_function(function, node))
+        limit = max_inputs(domain, node.op_type, node.opset)
+        if len(node.inputs) > limit and any(x is not None for x in node.inputs[limit:]):
             raise ImportModelError(
-                f"{node.op_type} takes at most {most} input{'s' * (most != 1)}, got {len(node.inputs)}"
+                f"{node.op_type} takes at most {limit} input{'s' * (limit != 1)}, got {len(node.inputs)}"
             )
         converter = find_converter(domain, node.op_type, node.opset)
         if converter is not None:
             return converter(node)
         return self.expand(node)
 
-    def _explain(self, message: str, proto: onnx.NodeProto, inputs: Sequence[Expr | None]) -> ImportModelError:
+    def _located_error(self, message: str, proto: onnx.NodeProto, inputs: Sequence[Expr | None]) -> ImportModelError:
         lines = [f"{self.bb.loc}: {message}"]
         for name, value in zip(proto.input, inputs, strict=False):
             kind = "absent" if value is None else "a sequence" if isinstance(value, Tuple) else value.ty
             lines.append(f"  input '{name}': {kind}")
-        self._explained = ImportModelError("\n".join(lines))
-        return self._explained
+        self._reported = ImportModelError("\n".join(lines))
+        return self._reported
 
     def _attributes(self, proto: onnx.NodeProto) -> dict[str, AttributeProto]:
-        """The node's attributes, with those that refer to the surrounding function's replaced by its arguments."""
-        result = {}
+        """Return the node's attributes by name; references to attributes of the enclosing function are resolved."""
+        attributes = {}
         for attribute in proto.attribute:
-            if attribute.name in result:
+            if attribute.name in attributes:
                 raise ImportModelError(f"attribute '{attribute.name}' is given twice")
             if not attribute.ref_attr_name:
-                result[attribute.name] = attribute
+                attributes[attribute.name] = attribute
             elif attribute.ref_attr_name in (self._arguments or {}):
-                result[attribute.name] = (self._arguments or {})[attribute.ref_attr_name]
-        return result
+                attributes[attribute.name] = (self._arguments or {})[attribute.ref_attr_name]
+        return attributes
 
     def _narrow_input(self, proto: onnx.NodeProto, inputs: Sequence[Expr | None]) -> NarrowType | None:
-        """The narrow type of the inputs, if one is; ImportModelError for an op that cannot take it."""
-        result = next((self.narrow[x] for x in inputs if x is not None and x in self.narrow), None)
-        if result is None or proto.op_type in MOVES:
-            return result
-        if function_key(proto) in self.model.functions or proto.op_type in CONVERSIONS or proto.op_type in MEASURES:
+        """Return the narrow type that the outputs inherit from the inputs, or None.
+
+        Raises ImportModelError for an op that takes no inputs of narrow types.
+        """
+        narrow = next((self.narrow[x] for x in inputs if x is not None and x in self.narrow), None)
+        if narrow is None or proto.op_type in DATA_MOVEMENT_OPS:
+            return narrow
+        if (
+            function_key(proto) in self.model.functions
+            or proto.op_type in CONVERSION_OPS
+            or proto.op_type in SHAPE_QUERY_OPS
+        ):
             return None
-        raise ImportModelError(f"{proto.op_type} of {result.name} is not supported: cast or dequantize it first")
+        raise ImportModelError(f"{proto.op_type} of {narrow.name} is not supported: cast or dequantize it first")
 
     def _define_outputs(self, proto: onnx.NodeProto, result: Result, narrow: NarrowType | None) -> None:
         values = result if isinstance(result, tuple) else (result,)
@@ -315,8 +327,8 @@ class GraphImporter:
                 continue
             if value is None:
                 raise ImportModelError(f"output '{name}' is not supported")
-            # A sequence stays a tuple of leaves: it exists at import only.
-            leaf = value if isinstance(value, Tuple) else self.resolver.with_short_sizes(self.bb.leaf(value, name))
+            # Sequences exist at import only, as tuples of leaves.
+            leaf = value if isinstance(value, Tuple) else self.resolver.with_named_sizes(self.bb.leaf(value, name))
             self._scopes[-1][name] = leaf
             if narrow is not None:
                 self.narrow[leaf] = narrow
@@ -324,11 +336,11 @@ class GraphImporter:
     # functions
 
     def expand(self, node: Node) -> Result:
-        """The body that the ONNX specification gives for the op."""
-        return self._expand(node, expand_schema(node, canonical_domain(node.proto.domain)))
+        """Inline the function body that the ONNX specification defines for the op."""
+        return self._inline(node, expand_schema(node, canonical_domain(node.proto.domain)))
 
-    def _expand(self, node: Node, expansion: Expansion) -> Result:
-        """Inline a function: its inputs are the node's, its attributes those given, or their defaults."""
+    def _inline(self, node: Node, expansion: Expansion) -> Result:
+        """Inline a function with the node's inputs and the expansion's attributes."""
         self._expansions += 1
         if self._expansions > _MAX_EXPANSIONS:
             raise ImportModelError(
@@ -352,7 +364,7 @@ class GraphImporter:
     def subgraph(
         self, graph: onnx.GraphProto, values: Sequence[Expr], label: str, *, with_sequences: bool = False
     ) -> list[Expr]:
-        """Convert a subgraph whose inputs have these values into the body under construction."""
+        """Convert a subgraph into the body under construction, with `values` as its inputs."""
         if len(values) != len(graph.input):
             raise ImportModelError(
                 f"subgraph '{graph.name}' has {len(graph.input)} inputs, but gets {len(values)} values"
@@ -363,13 +375,13 @@ class GraphImporter:
         with self.scope({i.name: v for i, v in zip(graph.input, values, strict=True)}):
             outputs = self.graph(graph, with_sequences=with_sequences)
         self._path, self.bb.loc = saved, outer_loc
-        for result in (self.narrow[x] for x in outputs if x in self.narrow):
-            raise ImportModelError(f"a tensor of {result.name} cannot leave a branch or loop: cast it first")
+        for narrow in (self.narrow[x] for x in outputs if x in self.narrow):
+            raise ImportModelError(f"a tensor of {narrow.name} cannot leave a branch or loop: cast it first")
         return outputs
 
 
 def _without_absent(node: onnx.NodeProto, absent: frozenset[str]) -> onnx.NodeProto:
-    """The node with inputs left out that the function was not given."""
+    """Return the node without references to the function's absent inputs."""
     if not absent.intersection(node.input):
         return node
     changed = onnx.NodeProto()

@@ -1,8 +1,8 @@
-"""Large files: the bytes of large tensors stay where they are while the rest is parsed, so that they are copied once.
+"""Parsing of large ONNX files without copies of their large tensors.
 
-Parsing a file as a whole would copy its weights three times: into memory, into the message, and out of it. Here a file
-is mapped, and a copy is made of it in which each large tensor of the graph says where its bytes are instead of holding
-them: data_location EXTERNAL, with the one entry KEY = "OFFSET,SIZE" (Protocol Buffers, "Encoding"; onnx.proto3).
+Parsing a whole file copies its weights three times: into memory, into the message, and out of the message. Instead, a
+file is mapped, and its message is rewritten so that each large tensor of the graph refers to its range in the file:
+data_location EXTERNAL, with the one entry KEY = "OFFSET,SIZE" (Protocol Buffers, "Encoding"; onnx.proto3).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from onnx import StringStringEntryProto, TensorProto
 from relaxlite.records import dataclass
 
 KEY = "relaxlite_range"
-MIN_FILE, MIN_TENSOR = 32 << 20, 16 << 10  # bytes; below it is not worth it
+MIN_FILE, MIN_TENSOR = 32 << 20, 16 << 10  # bytes; smaller files and tensors are parsed as usual
 _GRAPH, _INITIALIZER = 7, 5  # numbers of the fields of ModelProto and GraphProto
 _DATA_TYPE, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 2, 9, 13, 14  # of TensorProto
-_BYTES = 2  # the wire type of what has a length
+_BYTES = 2  # wire type of length-delimited fields
 _PLAIN_TYPES = {
     TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16,
     TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
@@ -36,15 +36,15 @@ class _Field:
 
 
 def without_large_tensors(data: mmap.mmap) -> bytes:
-    """The model without the bytes of its large tensors. ValueError where the file is no sound message."""
+    """Return the serialized model without the bytes of its large tensors. Raises ValueError for a malformed message."""
     return b"".join(
         _graph(data, field) if field.number == _GRAPH and field.wire == _BYTES else data[field.start : field.end]
         for field in _fields(data, 0, len(data))
     )
 
 
-def range_of(tensor: TensorProto) -> tuple[int, int] | None:
-    """(offset, size) in the file of a tensor that `without_large_tensors` has emptied."""
+def tensor_file_range(tensor: TensorProto) -> tuple[int, int] | None:
+    """Return (offset, size) in the file of a tensor that `without_large_tensors` removed, None for other tensors."""
     entries = tensor.external_data
     if len(entries) != 1 or entries[0].key != KEY:
         return None
@@ -53,7 +53,7 @@ def range_of(tensor: TensorProto) -> tuple[int, int] | None:
 
 
 def _graph(data: mmap.mmap, graph: _Field) -> bytes:
-    """The graph's field."""
+    """Return the serialized field of the graph, without large tensors."""
     content = b"".join(
         _tensor(data, field) if _is_large_tensor(field) else data[field.start : field.end]
         for field in _fields(data, graph.value, graph.end)
@@ -66,15 +66,15 @@ def _is_large_tensor(field: _Field) -> bool:
 
 
 def _tensor(data: mmap.mmap, tensor: _Field) -> bytes:
-    """The tensor's field."""
+    """Return the serialized field of a tensor, with a file range in place of its bytes."""
     fields = {field.number: field for field in _fields(data, tensor.value, tensor.end)}
     raw, kind = fields.get(_RAW_DATA), fields.get(_DATA_TYPE)
     is_plain = kind is not None and kind.wire == 0 and _varint(data, kind.value)[0] in _PLAIN_TYPES
     if raw is None or not is_plain or _EXTERNAL_DATA in fields or _DATA_LOCATION in fields:
         return data[tensor.start : tensor.end]
     entry = StringStringEntryProto(key=KEY, value=f"{raw.value},{raw.end - raw.value}")
-    place = TensorProto(data_location=TensorProto.EXTERNAL, external_data=[entry]).SerializeToString()
-    return _with_length(_INITIALIZER, data[tensor.value : raw.start] + data[raw.end : tensor.end] + place)
+    location = TensorProto(data_location=TensorProto.EXTERNAL, external_data=[entry]).SerializeToString()
+    return _with_length(_INITIALIZER, data[tensor.value : raw.start] + data[raw.end : tensor.end] + location)
 
 
 def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[_Field]:
@@ -97,7 +97,7 @@ def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[_Field]:
 
 
 def _varint(data: mmap.mmap, position: int) -> tuple[int, int]:
-    """The number at a position, and what follows it."""
+    """Decode the varint at a position; return its value and the next position."""
     value = shift = 0
     while True:
         if position >= len(data):

@@ -1,4 +1,4 @@
-"""Reading a model: a path, bytes or a ModelProto; every way in which that can fail is an ImportModelError."""
+"""Loading of ONNX models from a path, bytes or a ModelProto. Unreadable models raise ImportModelError."""
 
 from __future__ import annotations
 
@@ -16,27 +16,32 @@ from relaxlite.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """A parsed ONNX model and the file that it was read from."""
+
     proto: onnx.ModelProto
-    path: Path | None  # where external data is looked for; None for a model in memory
+    path: Path | None  # external data is in its folder; None for a model in memory
     name: str  # for messages
-    content: mmap.mmap | None = None  # of the file, where large tensors only name their places in it
+    content: mmap.mmap | None = None  # the mapped file, if large tensors of `proto` are ranges in it
 
 
 def load_model(model: str | Path | bytes | onnx.ModelProto) -> LoadedModel:
-    """Read a model without its external data."""
+    """Load a model without its external data.
+
+    Raises ImportModelError if the model cannot be read, InvalidArgumentError for another type of argument.
+    """
     if isinstance(model, onnx.ModelProto):
-        return _with_graph(LoadedModel(model, None, "the model"))
+        return _check_has_graph(LoadedModel(model, None, "the model"))
     if isinstance(model, bytes | bytearray | memoryview):
-        return _with_graph(LoadedModel(_parse(bytes(model), "the given bytes"), None, "the model"))
+        return _check_has_graph(LoadedModel(_parse(bytes(model), "the given bytes"), None, "the model"))
     if not isinstance(model, str | Path):
         raise InvalidArgumentError(f"from_onnx takes a path, bytes or an onnx.ModelProto, not {type(model).__name__}")
     path = Path(model)
     data, content = _read(path)
-    return _with_graph(LoadedModel(_parse(data, f"'{path}'"), path, f"'{path}'", content))
+    return _check_has_graph(LoadedModel(_parse(data, f"'{path}'"), path, f"'{path}'", content))
 
 
 def _read(path: Path) -> tuple[bytes, mmap.mmap | None]:
-    """What is to be parsed, and the file's content where that is without its large tensors."""
+    """Return the bytes to parse, and the mapped file if they are without its large tensors."""
     if path.is_dir():
         raise ImportModelError(f"'{path}' is a folder; give the path of the .onnx file in it")
     if not path.exists():
@@ -48,7 +53,7 @@ def _read(path: Path) -> tuple[bytes, mmap.mmap | None]:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             return without_large_tensors(content), content
-        except ValueError:  # parsing says what is wrong
+        except ValueError:  # the parser reports the damage
             return content[:], None
     except OSError as error:
         raise ImportModelError(f"'{path}' cannot be read: {error.strerror}") from error
@@ -67,12 +72,12 @@ def _parse(data: bytes, what: str) -> onnx.ModelProto:
         )
         raise ImportModelError(f"{what}: {describe_foreign(data) or damaged}") from error
     foreign = None if proto.HasField("graph") else describe_foreign(data)
-    if foreign is not None:  # some happen to be protobufs
+    if foreign is not None:  # files of some other formats parse as protobufs
         raise ImportModelError(f"{what}: {foreign}")
     return proto
 
 
-def _with_graph(model: LoadedModel) -> LoadedModel:
+def _check_has_graph(model: LoadedModel) -> LoadedModel:
     proto = model.proto
     if not proto.HasField("graph"):
         raise ImportModelError(f"{model.name} contains no graph: it is not an ONNX model, or a truncated one")

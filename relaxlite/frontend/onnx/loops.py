@@ -1,7 +1,7 @@
-"""Branches and loops of the IR, built from bodies whose types are known only when they have been converted.
+"""Construction of the IR's If and Loop from bodies whose types are known only after their conversion.
 
-A symbol that a body binds ends with it. So what leaves a branch or loop has unknown sizes where they depend on such
-symbols, or differ from one branch or iteration to the next: a MatchShape behind it binds fresh ones.
+The scope of a symbol that a body binds is the body. So sizes of a result that depend on such symbols, or differ between
+branches or iterations, are unknown outside: a MatchShape after the If or Loop binds fresh symbols.
 """
 
 from __future__ import annotations
@@ -20,48 +20,50 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
 from relaxlite.ir.types import TensorType, TupleType
 from relaxlite.records import dataclass
 
-Dims = tuple["SymExpr | None", ...]  # None: not known outside
+Dims = tuple["SymExpr | None", ...]  # None: not known outside of the body
 Outputs = tuple[Expr, list[Expr]]  # next condition, next values
 
 _MAX_WIDENINGS = 32
 
 
 class RankConflict(ImportModelError):
-    """An output of an If has another rank in one branch than in the other."""
+    """An output of an If has different ranks in its branches."""
 
 
 @dataclass
-class Choices:
-    """Decisions at import where a rank depends on data: the branch of an If, whether a symbolic size is squeezed away.
+class Assumptions:
+    """Assumptions about data on which ranks depend: the branch of an If, whether a symbolic size is 1 and squeezed.
 
-    An import that fails is repeated with the next combination (`next`). What was decided is checked at run time.
+    An import that fails is repeated with the next combination of assumptions. Each assumption is checked at run time.
     """
 
-    _taken: dict[str, bool] = field(default_factory=dict)  # place of the node -> the decision
-    _why: dict[str, str] = field(default_factory=dict)
+    _assumed: dict[str, bool] = field(default_factory=dict)  # location of the node -> the assumption
+    _reasons: dict[str, str] = field(default_factory=dict)
 
-    def take(self, place: str, why: str) -> bool:
-        self._why[place] = why
-        return self._taken.setdefault(place, True)
+    def assume(self, place: str, why: str) -> bool:
+        """Return the assumption for a node, True in the first import; `why` explains it to users."""
+        self._reasons[place] = why
+        return self._assumed.setdefault(place, True)
 
     def next(self) -> bool:
-        """Decide otherwise at the last place where that was not tried; False when there is none."""
-        for place in reversed(self._taken):
-            if self._taken[place]:
-                self._taken[place] = False
+        """Advance to the next combination of assumptions; False if all have been tried."""
+        for place in reversed(self._assumed):
+            if self._assumed[place]:
+                self._assumed[place] = False
                 return True
-            self._taken = {p: t for p, t in self._taken.items() if p != place}
+            self._assumed = {p: t for p, t in self._assumed.items() if p != place}
         return False
 
-    def assumptions(self) -> tuple[str, ...]:
-        """For people: what a run checks."""
+    def messages(self) -> tuple[str, ...]:
+        """Return a message for each assumption that is checked at run time."""
         return tuple(
-            f"{place}: taken to be {str(taken).lower()}: {self._why[place]}" for place, taken in self._taken.items()
+            f"{place}: taken to be {str(taken).lower()}: {self._reasons[place]}"
+            for place, taken in self._assumed.items()
         )
 
 
-class FlowBuilder:
-    """Builds If and Loop nodes into the body under construction."""
+class ControlFlowBuilder:
+    """Adds If and Loop to the body under construction."""
 
     def __init__(self, bb: BlockBuilder, resolver: ShapeResolver, symbols: SymbolTable) -> None:
         self._bb, self._resolver, self._symbols = bb, resolver, symbols
@@ -69,35 +71,37 @@ class FlowBuilder:
     # branches
 
     def branch(self, cond: Expr, bodies: Sequence[Callable[[], list[Expr]]], names: Sequence[str]) -> list[Expr]:
-        """If: the outputs of one of two bodies. RankConflict where an output differs in rank."""
+        """Build an If and return its outputs. RankConflict if an output's ranks differ between the two bodies."""
         marker = SymVar("outer").serial
         built = [self._body(body, {}) for body in bodies]
         columns = list(zip(*(types for _, types in built), strict=True))
-        fits = {k: min(t.rank or 0 for t in pair) for k, pair in enumerate(columns) if _are_single(*pair)}
-        if fits:  # of one element, but of different ranks: reshaped to one rank inside the branches
-            built = [self._body(body, fits) for body in bodies]
+        common_ranks = {k: min(t.rank or 0 for t in pair) for k, pair in enumerate(columns) if _are_single(*pair)}
+        if common_ranks:  # outputs of one element with different ranks are reshaped inside the branches
+            built = [self._body(body, common_ranks) for body in bodies]
             columns = list(zip(*(types for _, types in built), strict=True))
         fields, dims = [], []
         for name, (left, right) in zip(names, columns, strict=True):
-            known = _common_dims(name, left, right, marker)
-            fields.append(_field_type(left.dtype, known))
-            dims.append(known)
+            common = _common_dims(name, left, right, marker)
+            fields.append(_field_type(left.dtype, common))
+            dims.append(common)
         ty = TupleType(tuple(fields))
         result = self._bb.emit(If(cond, built[0][0], built[1][0], ty, self._bb.loc))
-        return [self._field(result, k, names[k], known) for k, known in enumerate(dims)]
+        return [self._field(result, k, names[k], common) for k, common in enumerate(dims)]
 
-    def _body(self, make: Callable[[], list[Expr]], fits: Mapping[int, int]) -> tuple[Body, list[TensorType]]:
-        """`fits`: outputs of one element to reshape to a rank."""
+    def _body(
+        self, convert: Callable[[], list[Expr]], common_ranks: Mapping[int, int]
+    ) -> tuple[Body, list[TensorType]]:
+        """Convert a body; `common_ranks`: output -> the rank to reshape its one element to."""
         with self._bb.body() as scope, self._resolver.scope():
-            outputs = [self._bb.leaf(x) for x in make()]
-            for k, rank in fits.items():
+            outputs = [self._bb.leaf(x) for x in convert()]
+            for k, rank in common_ranks.items():
                 if _tensor_type(outputs[k]).rank != rank:
                     outputs[k] = self._bb.emit(ops.reshape(outputs[k], (1,) * rank))
             self._bb.result(Tuple(tuple(outputs)))
         return self._bb.finish(scope), [_tensor_type(x) for x in outputs]
 
     def _field(self, value: Var, index: int, name: str, dims: Dims) -> Expr:
-        """One result, its unknown sizes bound to fresh symbols."""
+        """Return one field of a result, with its unknown sizes bound to fresh symbols."""
         item = self._bb.emit(TupleGetItem(value, index), name)
         if None not in dims:
             return item
@@ -114,18 +118,19 @@ class FlowBuilder:
         make: Callable[[Sequence[Var]], Outputs],
         known: Sequence[SymExpr | None] = (),
     ) -> list[Expr]:
-        """Loop: the final values. `make` converts the body once for each guess of the types of the values.
+        """Build a Loop and return its final values.
 
-        A size that changes from one iteration to the next becomes a symbol of the loop's parameters. `known[k]` is what
-        the leading dimension of value k is known to be in the end.
+        `make` converts the body; it runs again while the types of the values widen: a size that changes between
+        iterations becomes a symbol of the loop's parameters. `known[k]`: the final leading dimension of value k, if
+        known. Raises ImportModelError if types do not converge, or a value changes its rank or dtype.
         """
         inits = [self._bb.leaf(x) for x in inits]
         types = [_tensor_type(x) for x in inits]
         marker = SymVar("outer").serial
         for _ in range(_MAX_WIDENINGS):
             params = tuple(Var(self._bb.unique_name(name), ty) for name, ty in zip(names, types, strict=True))
-            body, result = self._loop_body(params, make)
-            wider = [self._widen(*args, marker) for args in zip(names, types, result, strict=True)]
+            body, yielded = self._loop_body(params, make)
+            wider = [self._widen(*args, marker) for args in zip(names, types, yielded, strict=True)]
             if wider == types:
                 return self._finish_loop(params, inits, cond, body, marker, known)
             types = wider
@@ -141,7 +146,7 @@ class FlowBuilder:
         return self._bb.finish(scope), [_tensor_type(x) for x in leaves]
 
     def _fit_single(self, param: Var, value: Expr) -> Expr:
-        """A next value of one element in the rank that the loop began with."""
+        """Reshape a next value of one element to the rank of the initial value."""
         now, after = _tensor_type(param), _tensor_type(value)
         return self._bb.emit(ops.reshape(value, now.shape or ())) if _are_single(now, after) else value
 
@@ -177,10 +182,10 @@ class FlowBuilder:
             if k < len(known) and known[k] is not None and sizes and sizes[0] is None:
                 dims[k] = (known[k], *sizes[1:])
         fields = tuple(_instantiated(_tensor_type(p), marker) for p in params)
-        result = self._bb.emit(Loop(params, tuple(inits), self._bb.leaf(cond), body, TupleType(fields), self._bb.loc))
+        loop = self._bb.emit(Loop(params, tuple(inits), self._bb.leaf(cond), body, TupleType(fields), self._bb.loc))
         results = []
         for k, param in enumerate(params):
-            item = self._bb.emit(TupleGetItem(result, k), param.name)
+            item = self._bb.emit(TupleGetItem(loop, k), param.name)
             if fields[k].shape is None:
                 shape = [self._symbols.fresh(f"{param.name}_dim{a}") if d is None else d for a, d in enumerate(dims[k])]
                 results.append(self._bb.match_shape(item, tuple(shape), param.name))
@@ -196,7 +201,7 @@ def _tensor_type(x: Expr) -> TensorType:
 
 
 def _is_outer(dim: SymExpr, marker: int) -> bool:
-    """Made of symbols that existed before the body."""
+    """Whether a size depends only on symbols from before the body."""
     return all(v.serial < marker for v in dim.free_vars())
 
 
@@ -207,13 +212,13 @@ def _instantiated(ty: TensorType, marker: int) -> TensorType:
 
 
 def _are_single(left: TensorType, right: TensorType) -> bool:
-    """Both have one element, but not the same rank."""
+    """Whether both types have one element, but different ranks."""
     both = (left.shape, right.shape)
     return left.rank != right.rank and all(s is not None and all(as_int(d) == 1 for d in s) for s in both)
 
 
 def _common_dims(name: str, left: TensorType, right: TensorType, marker: int) -> Dims:
-    """What both branches agree on."""
+    """Return the sizes that both branches have, None for others. RankConflict if ranks differ."""
     if left.dtype != right.dtype:
         raise ImportModelError(f"output '{name}' is {left.dtype} in one branch and {right.dtype} in the other")
     if left.shape is None or right.shape is None or len(left.shape) != len(right.shape):

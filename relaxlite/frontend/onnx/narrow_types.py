@@ -1,8 +1,8 @@
-"""Element types of at most 8 bits that the IR does not have: float8, float4, int4, int2, ...
+"""Element types of at most 8 bits that the IR lacks: float8, float4, int4, int2, ...
 
-They are carried in 8-bit tensors: floats as their bits, integers by value. Such a tensor can be moved, cast, quantized
-and dequantized; anything else is an error. The function's attribute "narrow_types" names the inputs and outputs that
-are meant.
+Their tensors are stored as 8-bit tensors: floats as bit patterns, integers by value. They can be moved, cast, quantized
+and dequantized; other ops raise an error. The function's attribute "narrow_types" lists the inputs and outputs of such
+types.
 """
 
 from __future__ import annotations
@@ -13,35 +13,41 @@ import numpy as np
 from relaxlite.ir.expr import Array
 from relaxlite.records import dataclass
 
-# What may be done with a tensor of a narrow type, beside casts and (de)quantization; all outputs are of the same type.
-MOVES = frozenset((
+# Ops that take tensors of narrow types and whose outputs are of the same type.
+DATA_MOVEMENT_OPS = frozenset((
     "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Gather", "Concat", "Expand",
     "Split", "Tile",
 ))  # fmt: skip
-CONVERSIONS = frozenset(("Cast", "CastLike", "QuantizeLinear", "DequantizeLinear", "GatherBlockQuantized"))
-MEASURES = frozenset(("Shape", "Size"))
+# Ops that convert narrow types.
+CONVERSION_OPS = frozenset(("Cast", "CastLike", "QuantizeLinear", "DequantizeLinear", "GatherBlockQuantized"))
+# Ops that read only the shape of a tensor.
+SHAPE_QUERY_OPS = frozenset(("Shape", "Size"))
 
 
 @dataclass(frozen=True, slots=True)
 class NarrowType:
-    name: str  # as ONNX names it
-    numpy: str  # as ml_dtypes names it
+    """An element type of at most 8 bits and the 8-bit dtype that stores it."""
+
+    name: str  # in ONNX
+    numpy: str  # in ml_dtypes
     bits: int
-    storage: str  # the dtype that carries it
+    storage: str  # the dtype of its tensors in the IR
     is_float: bool = False
     has_negative_zero: bool = False
 
     @property
     def dtype(self) -> np.dtype:
+        """The dtype of ml_dtypes."""
         return np.dtype(getattr(ml_dtypes, self.numpy))
 
     @property
     def integer_range(self) -> tuple[int, int]:
+        """The least and the greatest value of an integer type."""
         signed = self.storage == "int8"
         return (-(1 << (self.bits - 1)), (1 << (self.bits - 1)) - 1) if signed else (0, (1 << self.bits) - 1)
 
-    def carry(self, values: Array) -> Array:
-        """An ml_dtypes array as it is carried."""
+    def to_storage(self, values: Array) -> Array:
+        """Convert an array of ml_dtypes to the storage dtype."""
         return values.view(np.uint8) if self.is_float else values.astype(self.storage)
 
 

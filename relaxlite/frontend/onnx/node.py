@@ -1,4 +1,4 @@
-"""One ONNX node as a converter sees it: typed inputs, attributes that are known to be read, and shape values."""
+"""The view of an ONNX node that converters use: typed inputs, tracked attributes and symbolic shape values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REQUIRED = _Required()
 
 
 class Node:
-    """A node under conversion. Attributes that nobody reads are an error (`check_all_read`), never ignored."""
+    """A node under conversion. An attribute that its converter does not read is an error (`check_all_read`)."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class Node:
         return len(self.proto.output)
 
     def wants(self, index: int) -> bool:
-        """Whether the graph names this output."""
+        """Whether the graph uses this output: optional outputs have empty names."""
         return index < len(self.proto.output) and bool(self.proto.output[index])
 
     def emit(self, expr: Expr, name: str | None = None) -> Var:
         return self.bb.emit(expr, name)
 
     def fields(self, call: Expr) -> tuple[Expr, ...]:
-        """The results of a call that yields several."""
+        """Emit a call that yields a tuple and return the tuple's fields."""
         var = self.bb.emit(call)
         assert isinstance(var.ty, TupleType)
         return tuple(self.bb.emit(TupleGetItem(var, k)) for k in range(len(var.ty.fields)))
@@ -90,10 +90,10 @@ class Node:
     # inputs
 
     def input(self, index: int) -> Expr:
-        result = self.optional(index)
-        if result is None:
+        value = self.optional(index)
+        if value is None:
             self.fail(f"input {index} is missing")
-        return result
+        return value
 
     def optional(self, index: int) -> Expr | None:
         return self.inputs[index] if index < len(self.inputs) else None
@@ -124,27 +124,27 @@ class Node:
     def rank(self, index: int = 0) -> int:
         return len(self.shape(index))
 
-    # values that must be known
+    # compile-time and symbolic values
 
     def const(self, index: int) -> Array | None:
-        """The value of an input that is a constant, or None."""
-        result = self.optional(index)
-        return None if result is None else self.const_of(result)
+        """Return the compile-time value of an input, or None if it is absent or not known."""
+        value = self.optional(index)
+        return None if value is None else self.const_of(value)
 
-    def const_of(self, found: Expr) -> Array | None:
-        """A value that is known at compile time, or None."""
-        if isinstance(found, Constant):
-            return found.value
-        known = self.resolver.derived(found)
-        if known is None:
+    def const_of(self, expr: Expr) -> Array | None:
+        """Return the compile-time value of an expression, or None if it is not known."""
+        if isinstance(expr, Constant):
+            return expr.value
+        symbolic = self.resolver.derive_values(expr)
+        if symbolic is None:
             return None
-        values = [as_int(v) for v in known.reshape(-1)]
+        values = [as_int(v) for v in symbolic.reshape(-1)]
         if None in values:
             return None
-        return np.array(values, dtypes.to_numpy(self.type_of(found).dtype)).reshape(known.shape)
+        return np.array(values, dtypes.to_numpy(self.type_of(expr).dtype)).reshape(symbolic.shape)
 
     def const_ints(self, index: int, what: str) -> tuple[int, ...]:
-        """An input that must be known at compile time, as integers: axes and the like."""
+        """Return an input that must be known at compile time, such as axes, as integers; errors call it `what`."""
         value = self.const(index)
         if value is None:
             self.fail(
@@ -153,11 +153,14 @@ class Node:
         return tuple(int(v) for v in value.reshape(-1))
 
     def shape_values(self, index: int, *, lower: int | None = None) -> Shape:
-        """An integer input as symbolic values; elements that only run time knows become fresh symbols."""
+        """Return an integer input as symbolic values; data-dependent elements become fresh symbols >= `lower`."""
         return self.resolver.values(self.input(index), lower=lower)
 
     def check_assumption(self, flag: Expr, expected: bool, assumption: str) -> None:
-        """Have a scalar or vector of one bool compared at run time; the error names the node and the assumption."""
+        """Emit a run-time check that a bool tensor of one element is `expected`.
+
+        The error at run time names the node and the assumption.
+        """
         number = self.emit(ops.reshape(self.emit(ops.cast(flag, dtype="int64")), (1,)), "assumption")
         values, loc = self.emit(ops.tensor_to_shape(number)), self.bb.loc
         self.bb.loc = f"{loc or self.label}: {assumption}"
@@ -203,12 +206,12 @@ class Node:
         return default if attribute is None else tuple(s.decode() for s in attribute.strings)  # type: ignore[return-value]
 
     def element_type(self, name: str, default: str | _Required = REQUIRED) -> str:
-        """An attribute that names an element type by its number."""
+        """Return the dtype of an attribute that holds an ONNX element type."""
         number = self.int(name, REQUIRED if isinstance(default, _Required) else None)
         return element_type(number, f"attribute '{name}'") if number is not None else default  # type: ignore[return-value]
 
     def narrow_type(self, name: str) -> NarrowType | None:
-        """An attribute that names an element type, if that is a narrow one."""
+        """Return the narrow type of an attribute that holds an ONNX element type, or None if the type is not narrow."""
         attribute = self._attributes.get(name)
         return None if attribute is None else narrow_type(attribute.i)
 
@@ -226,11 +229,11 @@ class Node:
         return attribute.g
 
     def ignore(self, *names: str) -> None:
-        """Attributes that mean nothing when a model is only run: momentum, seeds of training, hints."""
+        """Mark attributes as read that do not affect inference: momentum, training seeds, hints."""
         self._unread.difference_update(names)
 
     def all_attributes(self) -> Mapping[str, AttributeProto]:
-        """Every attribute, for an expansion that passes them on."""
+        """Return every attribute and mark all as read, for an inlined function that receives them."""
         self._unread.clear()
         return self._attributes
 
@@ -246,6 +249,7 @@ class Node:
         return attribute
 
     def check_all_read(self) -> None:
+        """Raise ImportModelError if an attribute has not been read."""
         if self._unread:
             names = ", ".join(f"'{name}'" for name in sorted(self._unread))
             self.fail(

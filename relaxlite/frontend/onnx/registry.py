@@ -1,4 +1,4 @@
-"""Which function converts which ONNX op.
+"""Registry of converters, the functions that convert ONNX ops.
 
     @onnx_op("Softmax", since=13)
     def softmax(n: Node) -> Result:
@@ -19,15 +19,18 @@ from relaxlite.ir.expr import Expr
 if TYPE_CHECKING:
     from relaxlite.frontend.onnx.node import Node
 
-Result: TypeAlias = "Expr | tuple[Expr | None, ...]"  # one value per output; None for one that is not asked for
+Result: TypeAlias = "Expr | tuple[Expr | None, ...]"  # one value per output; None for an unused one
 Converter: TypeAlias = "Callable[[Node], Result]"
 
 _converters: dict[tuple[str, str], list[tuple[int, Converter]]] = {}
-_own = [0]  # how many of them are relaxlite's
+_num_builtin = [0]  # how many converters are relaxlite's own
 
 
 def onnx_op(*names: str, since: int = 1, domain: str = "") -> Callable[[Converter], Converter]:
-    """Function decorator: it converts these ops from opset `since` on."""
+    """Register the decorated function as the converter of these ops from opset version `since` on.
+
+    Raises InvalidArgumentError if an op has a converter of the same version.
+    """
 
     def register(function: Converter) -> Converter:
         for name in names:
@@ -42,27 +45,27 @@ def onnx_op(*names: str, since: int = 1, domain: str = "") -> Callable[[Converte
 
 
 def canonical_domain(domain: str) -> str:
-    """The standard domain has two spellings."""
+    """Return the domain's canonical name: the standard domain, "" or "ai.onnx", is ""."""
     return "" if domain == "ai.onnx" else domain
 
 
 def find_converter(domain: str, name: str, opset: int) -> Converter | None:
-    """The converter for this opset of the domain, or None."""
-    result = None
+    """Return an op's converter for this opset version of its domain, or None."""
+    converter = None
     for since, function in _converters.get((domain, name), ()):
         if since <= opset:
-            result = function
-    return result
+            converter = function
+    return converter
 
 
-def mark_own() -> None:
-    """Called when relaxlite has registered all of its own converters."""
-    _own[0] = _count()
+def mark_builtin_converters() -> None:
+    """Record that relaxlite has registered all of its own converters."""
+    _num_builtin[0] = _count()
 
 
-def has_foreign() -> bool:
-    """Whether somebody else has registered converters since."""
-    return _count() != _own[0]
+def has_user_converters() -> bool:
+    """Whether converters have been registered since `mark_builtin_converters`, by users."""
+    return _count() != _num_builtin[0]
 
 
 def _count() -> int:
@@ -70,5 +73,5 @@ def _count() -> int:
 
 
 def known_ops() -> list[tuple[str, str]]:
-    """(domain, name) of every op with a converter."""
+    """Return (domain, name) of every op that has a converter."""
     return sorted(_converters)

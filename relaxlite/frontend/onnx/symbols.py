@@ -1,7 +1,7 @@
-"""Symbolic dimensions of a model's inputs: the model's own names, overrides, bounds, and names that are arithmetic.
+"""Symbolic dimensions of a model's inputs: declared names, overrides, bounds, and names that are expressions.
 
-The same name is the same symbol, across inputs. A dimension without name and value gets a symbol of its own,
-`x_dim2`. A name that is arithmetic over other dimensions of inputs (`past_length + length`) becomes that expression.
+Equal names are one symbol, across inputs. A dimension with neither name nor value gets a fresh symbol, as `x_dim2`. A
+name that is arithmetic over other dimensions of inputs (`past_length + length`) becomes that expression.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _RANGE = re.compile(r"\s*(\d*)\s*(\.\.)?\s*(\d*)\s*")
 
 
 class SymbolTable:
-    """The symbols of one model, by name."""
+    """The symbols of one model, by name, with the bounds that the caller gave."""
 
     def __init__(self, bounds: Bounds | None = None) -> None:
         self._bounds = {name: _parse_range(name, value) for name, value in (bounds or {}).items()}
         self._symbols: dict[str, SymVar] = {}
 
     def named(self, name: str) -> SymVar:
-        """The symbol of this name."""
+        """Return the symbol of this name, created on first use."""
         if name not in self._symbols:
             lower, upper = self._bounds.get(name, (0, None))
             self._symbols[name] = SymVar(name, lower=lower, upper=upper)
         return self._symbols[name]
 
     def fresh(self, name: str, *, lower: int | None = 0) -> SymVar:
-        """A new symbol with a name of its own, near to this one."""
+        """Return a symbol with a new name: this one, or with a suffix if it is taken."""
         unique, count = name, 0
         while unique in self._symbols:
             count += 1
@@ -52,6 +52,7 @@ class SymbolTable:
         return self._symbols[unique]
 
     def check_bounds_used(self) -> None:
+        """Raise InvalidArgumentError if a name among the bounds is no symbol of the model."""
         for name in self._bounds:
             if name not in self._symbols:
                 raise InvalidArgumentError(f"bounds: the model has no symbol '{name}'; it has {_listed(self._symbols)}")
@@ -90,7 +91,10 @@ def _parse_range(name: str, value: tuple[int | None, int | None] | str) -> tuple
 def input_types(
     inputs: Sequence[onnx.ValueInfoProto], overrides: DynamicShapes | None, table: SymbolTable
 ) -> list[TensorType]:
-    """The types of a graph's inputs, with symbols for what is not fixed."""
+    """Return the types of a graph's inputs, with symbols for dimensions that are not fixed.
+
+    Raises InvalidArgumentError for overrides that do not fit, ImportModelError for inputs that are no tensors.
+    """
     by_name = {i.name: i for i in inputs}
     for name in overrides or {}:
         if name not in by_name:
@@ -111,8 +115,8 @@ def _dimension(name: str, axis: int, dim: Dim, simple: set[str], table: SymbolTa
         return table.fresh(f"{name}_dim{axis}")
     if isinstance(dim, int):
         return sym(dim)
-    result = None if dim in simple else _parse(dim, simple, table)
-    return table.named(dim) if result is None else result
+    expression = None if dim in simple else _parse(dim, simple, table)
+    return table.named(dim) if expression is None else expression
 
 
 def _dtype(info: onnx.ValueInfoProto) -> str:
@@ -120,7 +124,7 @@ def _dtype(info: onnx.ValueInfoProto) -> str:
 
 
 def declared_dims(info: onnx.ValueInfoProto) -> list[Dim] | None:
-    """The dimensions as declared, or None where not even the rank is."""
+    """Return the declared dimensions, or None if the rank is not declared. ImportModelError for no tensor."""
     kind = info.type.WhichOneof("value")
     if kind != "tensor_type":
         raise ImportModelError(f"input '{info.name}' is a {kind or 'value without a type'}, not a tensor")
@@ -135,17 +139,21 @@ def _declared_dim(dim: onnx.TensorShapeProto.Dimension) -> Dim:
     return dim.dim_param.strip() or None if dim.dim_param not in ("?", "-1") else None
 
 
-def _override(name: str, dims: list[Dim] | None, given: Mapping[int, Dim] | Sequence[Dim] | None) -> list[Dim]:
-    """The dimensions, changed by what the caller said of them (None keeps one)."""
+def _override(name: str, dims: list[Dim] | None, override: Mapping[int, Dim] | Sequence[Dim] | None) -> list[Dim]:
+    """Return the declared dimensions with the caller's overrides applied; None keeps a dimension."""
     if dims is None:
-        if given is None or isinstance(given, Mapping | str):
+        if override is None or isinstance(override, Mapping | str):
             raise ImportModelError(
                 f"input '{name}' declares no shape, not even a rank; give it: dynamic_shapes={{{name!r}: ['n', 3]}}"
             )
-        return [_checked(name, k, d) for k, d in enumerate(given)]
-    changes = given if isinstance(given, Mapping) else dict(enumerate(given or ()))
-    if given is not None and not isinstance(given, Mapping) and (isinstance(given, str) or len(given) != len(dims)):
-        raise InvalidArgumentError(f"dynamic_shapes['{name}'] must name all {len(dims)} dimensions, got {given!r}")
+        return [_checked(name, k, d) for k, d in enumerate(override)]
+    changes = override if isinstance(override, Mapping) else dict(enumerate(override or ()))
+    if (
+        override is not None
+        and not isinstance(override, Mapping)
+        and (isinstance(override, str) or len(override) != len(dims))
+    ):
+        raise InvalidArgumentError(f"dynamic_shapes['{name}'] must name all {len(dims)} dimensions, got {override!r}")
     result = list(dims)
     for axis, dim in changes.items():
         if not isinstance(axis, int) or not -len(dims) <= axis < len(dims):
@@ -164,19 +172,19 @@ def _checked(name: str, axis: int, dim: Dim) -> Dim:
     raise InvalidArgumentError(f"dynamic_shapes['{name}'][{axis}] must be a name or a size, not {dim!r}")
 
 
-# Names that are arithmetic
+# Names that are expressions
 
 
 def _parse(text: str, names: Iterable[str], table: SymbolTable) -> SymExpr | None:
-    """The text as arithmetic over these names; None where it is none, or a plain name."""
+    """Parse text as an arithmetic expression over these names; None for other text and for a single name."""
     if text.isidentifier():
         return None
     known = {name for name in names if name.isidentifier()}
     try:
-        result = _fraction(ast.parse(text, mode="eval").body, known, table)
+        fraction = _fraction(ast.parse(text, mode="eval").body, known, table)
     except (SyntaxError, ZeroDivisionError, ValueError, RecursionError):
         return None
-    return result[0] if result is not None and result[1] == 1 else None
+    return fraction[0] if fraction is not None and fraction[1] == 1 else None
 
 
 def _fraction(node: ast.expr, known: set[str], table: SymbolTable) -> Fraction | None:

@@ -1,4 +1,4 @@
-"""ONNX tensors as constants: element types, raw and external data, without copies where the bytes allow it."""
+"""Conversion of ONNX tensors to constants: element types, raw and external data, without copies where possible."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from onnx import TensorProto, numpy_helper
 
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.onnx.large_tensors import range_of
+from relaxlite.frontend.onnx.large_tensors import tensor_file_range
 from relaxlite.frontend.onnx.narrow_types import NARROW_TYPES, NarrowType
 from relaxlite.ir.expr import Constant
 
-_ALONE_FROM = 16 << 20  # bytes
-_LINE = 64  # bytes of a line of the cache
+_ALONE_FROM = 16 << 20  # tensors of at least this size have an allocation of their own
+_CACHE_LINE = 64  # bytes
 _DTYPES: dict[int, str] = {
     TensorProto.FLOAT: "float32", TensorProto.DOUBLE: "float64", TensorProto.FLOAT16: "float16",
     TensorProto.BFLOAT16: "bfloat16", TensorProto.BOOL: "bool",
@@ -31,7 +31,7 @@ _DTYPES: dict[int, str] = {
 
 
 def element_type_name(elem_type: int) -> str:
-    """ONNX's name of an element type, for messages."""
+    """Return ONNX's name of an element type, for messages."""
     return _names().get(elem_type, f"number {elem_type}")
 
 
@@ -41,32 +41,38 @@ def _names() -> dict[int, str]:
 
 
 def narrow_type(elem_type: int) -> NarrowType | None:
-    """The narrow type of this number, if it is one."""
+    """Return the narrow type of an ONNX element type, or None if the type is not narrow."""
     return NARROW_TYPES.get(element_type_name(elem_type))
 
 
 def element_type(elem_type: int, what: str) -> str:
-    """The dtype of an ONNX element type; ImportModelError names `what` where there is none."""
+    """Return the dtype of an ONNX element type, of a narrow type the dtype of its storage.
+
+    Raises ImportModelError, which names `what`, for a type without a dtype.
+    """
     narrow = narrow_type(elem_type)
-    storage = _DTYPES.get(elem_type) if narrow is None else narrow.storage
-    if storage is None:
+    dtype = _DTYPES.get(elem_type) if narrow is None else narrow.storage
+    if dtype is None:
         name = element_type_name(elem_type)
         raise ImportModelError(
             f"{what} has element type {name}, which relaxlite does not have; it has {', '.join(dtypes.ALL)}"
         )
-    return storage
+    return dtype
 
 
 class TensorReader:
-    """Makes constants of a model's tensors. `model_path` is where external data is looked for, `content` the file's."""
+    """Reads a model's tensors as constants.
+
+    model_path: the model's file, whose folder holds external data. content: the mapped file, or None.
+    """
 
     def __init__(self, model_path: Path | None, content: mmap.mmap | None = None) -> None:
         self._model_path, self._content = model_path, content
         self._block, self._taken = np.empty(0 if content is None else len(content), np.uint8), 0
-        self.external: dict[str, None] = {}  # the files that tensors were read from, by their names in the model
+        self.external: dict[str, None] = {}  # names, in the model, of the external data files that were read
 
     def constant(self, tensor: TensorProto, name: str | None = None) -> Constant:
-        """The tensor as a constant; `name` where the tensor itself has none."""
+        """Return the tensor as a constant, called `name` if the tensor has no name."""
         name = tensor.name or name
         what = f"tensor '{name}'" if name else "a tensor"
         array = self._array(tensor, what)
@@ -79,9 +85,9 @@ class TensorReader:
             raise ImportModelError(f"{what} has a negative dimension: {shape}")
         if tensor.HasField("segment"):
             raise ImportModelError(f"{what} is stored in segments, which no known version of ONNX uses")
-        place = range_of(tensor) if self._content is not None else None
-        if place is not None:
-            return self._large(place, dtype, shape, what)
+        file_range = tensor_file_range(tensor) if self._content is not None else None
+        if file_range is not None:
+            return self._copy_large(file_range, dtype, shape, what)
         if tensor.data_location == TensorProto.EXTERNAL:
             if narrow is not None:
                 return self._external_narrow(tensor, narrow, what)
@@ -92,25 +98,27 @@ class TensorReader:
             return _decoded(tensor, dtype, shape, what)
         return _from_bytes(tensor.raw_data, dtype, shape, what)
 
-    def _large(self, place: tuple[int, int], dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
-        """A copy: the file may be written again while the model is in use. Copies lie one behind the other in a block
-        for which NumPy asks for huge pages: half the time that they took was the system's, for pages of 4 KB. The
-        largest have memory of their own, where they can stay when a model is loaded."""
+    def _copy_large(self, file_range: tuple[int, int], dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
+        """Copy a range of the mapped file, which may be rewritten while the model is in use.
+
+        Copies are consecutive in one block of huge pages (docs/measurements/frontend.md). The largest have allocations
+        of their own, which a loaded model can keep.
+        """
         assert self._content is not None
-        offset, size = place
-        result = _from_bytes(memoryview(self._content)[offset : offset + size], dtype, shape, what)
+        offset, size = file_range
+        source = _from_bytes(memoryview(self._content)[offset : offset + size], dtype, shape, what)
         if size >= _ALONE_FROM:
-            block = np.empty(size + _LINE, np.uint8)
-            copy = block[-block.ctypes.data % _LINE :][:size].view(dtype).reshape(shape)
-            copy[...] = result
+            block = np.empty(size + _CACHE_LINE, np.uint8)
+            copy = block[-block.ctypes.data % _CACHE_LINE :][:size].view(dtype).reshape(shape)
+            copy[...] = source
             copy.flags.writeable = False
             return copy
         start = -(-self._taken // dtype.itemsize) * dtype.itemsize
-        if start + size > len(self._block):  # as where a tensor is read twice
-            return result.copy()
+        if start + size > len(self._block):  # as when a tensor is read twice
+            return source.copy()
         self._taken = start + size
         copy = self._block[start : start + size].view(dtype).reshape(shape)
-        copy[...] = result
+        copy[...] = source
         return copy
 
     def _external(self, tensor: TensorProto, dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
@@ -130,7 +138,10 @@ class TensorReader:
         return _decoded(inline, narrow.dtype, tuple(tensor.dims), what, narrow)
 
     def _external_range(self, tensor: TensorProto, size: int, what: str) -> tuple[Path, int]:
-        """The file and the offset of `size` bytes; checks that they are there, inside the model's folder."""
+        """Return the file and the offset of an external tensor of `size` bytes.
+
+        Raises ImportModelError unless the file is in the model's folder and has these bytes.
+        """
         info = {entry.key: entry.value for entry in tensor.external_data}
         path = self._external_path(info.get("location", ""), what)
         offset, length = _number(info, "offset", 0, what), _number(info, "length", size, what)
@@ -157,7 +168,7 @@ class TensorReader:
             raise ImportModelError(f"external data of {what} points outside the model's folder: '{location}'")
         folder = self._model_path.parent
         path = folder / location
-        # A download cache may hold both the model and its data as links into one folder.
+        # Download caches may hold the model and its data as links into another folder.
         allowed = (folder.resolve(), self._model_path.resolve().parent)
         if not any(path.resolve().is_relative_to(parent) for parent in allowed):
             raise ImportModelError(
@@ -197,37 +208,40 @@ def _from_bytes(data: bytes | memoryview, dtype: np.dtype, shape: tuple[int, ...
 def _decoded(
     tensor: TensorProto, dtype: np.dtype, shape: tuple[int, ...], what: str, narrow: NarrowType | None = None
 ) -> Any:
-    """A tensor whose elements stand in a typed field, or several to a byte."""
+    """Return the array of a tensor with elements in a typed field, or packed several to a byte."""
     try:
         array = np.ascontiguousarray(numpy_helper.to_array(tensor).astype(dtype, copy=False)).reshape(shape)
     except (ValueError, TypeError) as error:
         raise ImportModelError(
             f"{what} of shape {shape} does not hold as many elements as its shape says: {error}"
         ) from error
-    return array if narrow is None else narrow.carry(array)
+    return array if narrow is None else narrow.to_storage(array)
 
 
 def sparse_constant(sparse: onnx.SparseTensorProto, reader: TensorReader) -> Constant:
-    """A sparse tensor, made dense: indices are linear (nnz,), or one row of coordinates per value (nnz, rank)."""
+    """Return a sparse tensor as a dense constant; indices are linear (nnz,), or coordinates (nnz, rank).
+
+    Raises ImportModelError for an index outside the shape.
+    """
     values, indices = reader.constant(sparse.values), reader.constant(sparse.indices)
     shape = tuple(sparse.dims)
-    where = indices.value
-    if where.ndim == 2:
-        where = np.ravel_multi_index(tuple(where.T), shape) if where.size else where.reshape(-1)
+    positions = indices.value
+    if positions.ndim == 2:
+        positions = np.ravel_multi_index(tuple(positions.T), shape) if positions.size else positions.reshape(-1)
     dense = np.zeros(math.prod(shape), values.value.dtype)
-    if where.size and (where.min() < 0 or where.max() >= dense.size):
+    if positions.size and (positions.min() < 0 or positions.max() >= dense.size):
         raise ImportModelError(f"sparse tensor '{sparse.values.name}' has an index outside its shape {shape}")
-    dense[where] = values.value
+    dense[positions] = values.value
     return Constant.of(dense.reshape(shape), name=sparse.values.name or None)
 
 
 def attribute_tensors(attribute: onnx.AttributeProto) -> Iterator[TensorProto]:
-    """The tensors that an attribute holds."""
+    """Yield the tensors of an attribute."""
     if attribute.HasField("t"):
         yield attribute.t
     yield from attribute.tensors
 
 
 def onnx_type(dtype: str) -> int:
-    """The ONNX number of an element type."""
+    """Return the number of ONNX's element type for a dtype."""
     return next(number for number, name in _DTYPES.items() if name == dtype)

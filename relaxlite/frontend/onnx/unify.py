@@ -1,4 +1,4 @@
-"""Dimensions that must be equal, but have different symbols: the exporter's names are honest, or run time says not."""
+"""Unification of dimensions that must be equal but have different symbols, checked at run time."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ from relaxlite.ir.types import TensorType
 
 
 def unify_dims(bb: BlockBuilder, x: Expr, dims: Mapping[int, SymExpr]) -> Expr:
-    """x with these dimensions (axis -> size), checked at run time where they are not proven.
+    """Return x with these dimensions (axis -> size), checked at run time unless proven equal.
 
-    A dimension that provably differs is left as it is, for the op's type rule to report.
+    A dimension that provably differs is not changed: the op's type rule reports it.
     """
     ty = x.ty
     if not isinstance(ty, TensorType) or ty.shape is None:
         return x
     changed = list(ty.shape)
     for axis, size in dims.items():
-        have = ty.shape[axis]
-        if not PROVER.can_prove_equal(have, size) and not PROVER.can_prove_ne(have, size):
+        current = ty.shape[axis]
+        if not PROVER.can_prove_equal(current, size) and not PROVER.can_prove_ne(current, size):
             changed[axis] = size
     return x if tuple(changed) == ty.shape else bb.match_shape(x, tuple(changed))
 
 
 def unify_broadcast(bb: BlockBuilder, operands: list[Expr]) -> list[Expr]:
-    """Operands of a broadcasting op, with dimensions made equal that can only agree by being equal.
+    """Return the operands of a broadcasting op with dimensions unified that are compatible only if equal.
 
-    min(n, 512) against n, which a table of 512 positions sliced to the first n gives: unless they are equal, n exceeds
-    512 and neither is 1. So the operand with the minimum is taken to have n, checked at run time.
+    Example: min(n, 512), from a table of 512 positions sliced to n, against n. If they differ, n exceeds 512 and
+    neither is 1. So the operand with the minimum gets size n, checked at run time.
     """
     shapes = [x.ty.shape if isinstance(x.ty, TensorType) else None for x in operands]
     result = list(operands)
     for k, shape in enumerate(shapes):
         changes = {}
         for axis, dim in enumerate(shape or ()):
-            others = (s[axis - len(shape or ())] for s in shapes if s is not None and len(s) >= len(shape or ()) - axis)
-            found = next((o for o in others if _is_limited(dim, o)), None)
-            if found is not None:
-                changes[axis] = found
+            opposite = (
+                s[axis - len(shape or ())] for s in shapes if s is not None and len(s) >= len(shape or ()) - axis
+            )
+            size = next((o for o in opposite if _is_limited(dim, o)), None)
+            if size is not None:
+                changes[axis] = size
         result[k] = unify_dims(bb, operands[k], changes) if changes else operands[k]
     return result
 
 
 def _is_limited(dim: SymExpr, other: SymExpr) -> bool:
-    """dim is min(other, limit) with a limit of at least 2."""
+    """Whether dim is min(other, limit) with a limit of at least 2."""
     if not isinstance(dim, Min):
         return False
     limit = dim.b if dim.a is other else dim.a if dim.b is other else None

@@ -1,7 +1,7 @@
-"""Loops that carry a sequence, of a number of iterations that is known: the body once for each of them.
+"""Unrolling of ONNX Loops that carry a sequence and have few iterations, known at compile time.
 
-So what is appended may differ in size from one iteration to the next, as the parts of torch.tensor_split do, and single
-elements can be taken out again.
+In unrolled code the elements of a sequence may differ in size, as the parts of torch.tensor_split do, and can be read
+one by one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr, Tuple
 
 _MAX_ITERATIONS = 64
-_MAX_NODES = 4096  # that the copies have together
+_MAX_NODES = 4096  # of the unrolled loop
 _TRUE = Constant.of(np.array(True))
 
 
-def unrolled_loop(n: Node) -> tuple[Expr, ...] | None:
-    """The outputs of an ONNX Loop; None where it carries no sequence, or its iterations are not known to be few."""
+def unroll_loop(n: Node) -> tuple[Expr, ...] | None:
+    """Unroll an ONNX Loop and return its outputs; None if it carries no sequence, or may have many iterations.
+
+    Raises ImportModelError if a later iteration's condition is not known at compile time.
+    """
     graph, inits = n.graph("body"), [x for x in n.inputs[2:] if x is not None]
     count = _trip_count(n)
     if count is None or count * _num_nodes(graph) > _MAX_NODES:
@@ -34,10 +37,10 @@ def unrolled_loop(n: Node) -> tuple[Expr, ...] | None:
         return None
     values, rows = inits, list[list[Expr]]()
     for step in range(count):
-        goes_on, *result = _iteration(n, graph, step, values)
-        values = result[: len(inits)]
-        rows.append([n.emit(ops.expand_dims(x, axes=(0,))) for x in result[len(inits) :]])
-        known = n.const_of(goes_on)
+        condition, *outputs = _iteration(n, graph, step, values)
+        values = outputs[: len(inits)]
+        rows.append([n.emit(ops.expand_dims(x, axes=(0,))) for x in outputs[len(inits) :]])
+        known = n.const_of(condition)
         if known is None:
             n.fail(f"whether the loop goes on after iteration {step} must be known, for it carries a sequence")
         if not bool(known.reshape(-1)[0]):
@@ -50,7 +53,7 @@ def _num_nodes(graph: GraphProto) -> int:
 
 
 def _trip_count(n: Node) -> int | None:
-    """How many iterations there are at most, if that is known."""
+    """Return the maximum number of iterations, or None if it is unknown or more than _MAX_ITERATIONS."""
     limit, cond = n.const(0), n.const(1)
     if cond is not None and not bool(cond.reshape(-1)[0]):
         return 0
@@ -61,13 +64,13 @@ def _trip_count(n: Node) -> int | None:
 
 
 def _condition_is_known(n: Node, graph: GraphProto, values: Sequence[Expr]) -> bool:
-    """Shown by a first iteration that is built and thrown away."""
+    """Whether the condition after the first iteration is known, found by building and discarding that iteration."""
     with n.bb.body(), n.resolver.scope():
         return n.const_of(_iteration(n, graph, 0, values)[0]) is not None
 
 
 def _iteration(n: Node, graph: GraphProto, step: int, values: Sequence[Expr]) -> list[Expr]:
-    """What the body yields: whether to go on, the next values, what to stack."""
+    """Convert one iteration and return the body's outputs: condition, next values, values to stack."""
     is_vector = len(graph.input[0].type.tensor_type.shape.dim) == 1  # as torch.tensor_split is exported
     number = Constant.of(np.full((1,) if is_vector else (), step, np.int64))
     return n.importer.subgraph(graph, [number, _TRUE, *values], n.label, with_sequences=True)

@@ -1,4 +1,4 @@
-"""What must hold before a graph can be walked: unique names, an order of computation, known opsets and operators."""
+"""Checks of an ONNX graph before its conversion: unique names, no cycles, known opset versions and ops."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ Opsets = Mapping[str, int]
 FunctionKey = tuple[str, str, str]
 Functions = Mapping[FunctionKey, onnx.FunctionProto]
 
-NEWEST_OPSET = 28  # of the standard domain, that the converters were checked against
+NEWEST_OPSET = 28  # of the standard domain: the newest version that the converters were checked against
 
 
 def opset_versions(imports: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
+    """Return the opset version of each domain, by the domain's canonical name."""
     return {canonical_domain(entry.domain): entry.version for entry in imports}
 
 
 def function_key(item: onnx.FunctionProto | NodeProto) -> FunctionKey:
-    """What a node and the function that it calls have in common; `overload` exists since IR version 10."""
+    """Return the key that a function and the nodes that call it share; `overload` exists since IR version 10."""
     name = item.op_type if isinstance(item, NodeProto) else item.name
     return canonical_domain(item.domain), name, getattr(item, "overload", "")
 
 
 def check_opsets(opsets: Opsets) -> None:
+    """Raise ImportModelError if the version of the standard domain is not supported."""
     version = opsets.get("")
     if version is not None and not 1 <= version <= NEWEST_OPSET:
         raise ImportModelError(
@@ -42,11 +44,12 @@ def check_opsets(opsets: Opsets) -> None:
 
 
 def node_label(node: NodeProto, index: int) -> str:
-    """How messages and source locations name a node."""
+    """Return the name of a node in messages and source locations."""
     return f"ONNX node '{node.name}' ({node.op_type})" if node.name else f"ONNX node #{index} ({node.op_type})"
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    """Yield the graphs in a node's attributes, such as the body of a Loop."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
@@ -54,11 +57,12 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def names_read(graph: GraphProto) -> set[str]:
-    """Every name that a node of the graph, or of a graph inside it, takes as input."""
+    """Return every name that nodes of the graph, or of nested graphs, read."""
     return names_read_by(graph.node)
 
 
 def names_read_by(nodes: Iterable[NodeProto]) -> set[str]:
+    """Return every name that these nodes, or nodes of their subgraphs, read."""
     names: set[str] = set()
     for node in nodes:
         names.update(node.input)
@@ -67,63 +71,63 @@ def names_read_by(nodes: Iterable[NodeProto]) -> set[str]:
     return names
 
 
-def _names_needed(node: NodeProto) -> set[str]:
-    """Every name that the node takes from around it: as an input, or in its subgraphs."""
-    result = set(filter(None, node.input))
+def _free_names(node: NodeProto) -> set[str]:
+    """Return the names that a node reads from its enclosing scopes, as inputs or in its subgraphs."""
+    free = set(filter(None, node.input))
     for sub in subgraphs(node):
-        inside = {i.name for i in sub.input} | {t.name for t in sub.initializer}
-        inside |= {s.values.name for s in sub.sparse_initializer}
+        defined = {i.name for i in sub.input} | {t.name for t in sub.initializer}
+        defined |= {s.values.name for s in sub.sparse_initializer}
         read = {o.name for o in sub.output}
         for inner in sub.node:
-            read |= _names_needed(inner)
-            inside.update(inner.output)
-        result |= read - inside
-    return result
+            read |= _free_names(inner)
+            defined.update(inner.output)
+        free |= read - defined
+    return free
 
 
 # The order of nodes
 
 
-def in_order(nodes: Sequence[NodeProto], is_known: Callable[[str], bool]) -> list[tuple[int, NodeProto]]:
-    """The nodes, each behind those that it needs and with its place in the file. An order that is right is kept.
+def topological_order(nodes: Sequence[NodeProto], is_known: Callable[[str], bool]) -> list[tuple[int, NodeProto]]:
+    """Return the nodes, each with its index in the graph, in topological order; a valid order is not changed.
 
-    is_known: whether a name is defined around the nodes. ImportModelError for a cycle.
+    is_known: whether an enclosing scope defines a name. Raises ImportModelError for a cycle.
     """
     defined_by: dict[str, int] = {}
     for index, node in enumerate(nodes):
         for name in filter(None, node.output):
             if not is_known(name):
                 defined_by.setdefault(name, index)
-    needed = [{defined_by[name] for name in _names_needed(n) if name in defined_by} for n in nodes]
-    if all(k < index for index, result in enumerate(needed) for k in result):
+    dependencies = [{defined_by[name] for name in _free_names(n) if name in defined_by} for n in nodes]
+    if all(k < index for index, sources in enumerate(dependencies) for k in sources):
         return list(enumerate(nodes))
     users: list[list[int]] = [[] for _ in nodes]
-    for index, result in enumerate(needed):
-        for k in result:
+    for index, sources in enumerate(dependencies):
+        for k in sources:
             users[k].append(index)
-    waits = list(map(len, needed))
-    ready = [index for index, count in enumerate(waits) if count == 0]  # sorted, and so a heap
+    pending = list(map(len, dependencies))
+    ready = [index for index, count in enumerate(pending) if count == 0]  # sorted, and so a heap
     order = list[int]()
     while ready:
         order.append(heapq.heappop(ready))
         for user in users[order[-1]]:
-            waits[user] -= 1
-            if waits[user] == 0:
+            pending[user] -= 1
+            if pending[user] == 0:
                 heapq.heappush(ready, user)
     if len(order) < len(nodes):
-        _raise_cycle(nodes, needed, {index for index, count in enumerate(waits) if count > 0})
+        _raise_cycle(nodes, dependencies, {index for index, count in enumerate(pending) if count > 0})
     return [(index, nodes[index]) for index in order]
 
 
-def _raise_cycle(nodes: Sequence[NodeProto], needed: Sequence[set[int]], waiting: set[int]) -> NoReturn:
-    """Of `waiting`, each of which needs another of them: back from one to the next, a node comes again."""
+def _raise_cycle(nodes: Sequence[NodeProto], dependencies: Sequence[set[int]], waiting: set[int]) -> NoReturn:
+    """Raise ImportModelError that names a cycle among `waiting`, nodes that each depend on another one of them."""
     path = [min(waiting)]
     while path.count(path[-1]) == 1:
-        path.append(min(needed[path[-1]] & waiting))
+        path.append(min(dependencies[path[-1]] & waiting))
     cycle = path[path.index(path[-1]) :]
     start = cycle.index(min(cycle))
-    cycle = [*cycle[start:-1], *cycle[:start], min(cycle)]  # from its first node on, back to that
-    first, name = nodes[cycle[0]], min(_names_needed(nodes[cycle[0]]).intersection(nodes[cycle[1]].output))
+    cycle = [*cycle[start:-1], *cycle[:start], min(cycle)]  # starts and ends with its first node
+    first, name = nodes[cycle[0]], min(_free_names(nodes[cycle[0]]).intersection(nodes[cycle[1]].output))
     text = f"the graph is cyclic: {node_label(first, cycle[0])} uses '{name}', which is computed from its own output"
     if len(cycle) > 2:
         text += ", by " + " from ".join(node_label(nodes[k], k) for k in cycle[1:-1])
@@ -134,16 +138,19 @@ def _raise_cycle(nodes: Sequence[NodeProto], needed: Sequence[set[int]], waiting
 
 
 def check_graph(graph: GraphProto, outer: frozenset[str] = frozenset()) -> None:
-    """Every name is defined once, and can be before it is used."""
-    defined = _given_names(graph)
-    names = set[str]()
+    """Check that every name is defined once and that every name that is used is defined.
+
+    outer: names that enclosing graphs define. Raises ImportModelError.
+    """
+    defined = _boundary_names(graph)
+    computed = set[str]()
     for index, node in enumerate(graph.node):
         for output in filter(None, node.output):
-            if output in defined or output in names:
+            if output in defined or output in computed:
                 raise ImportModelError(f"{node_label(node, index)} defines '{output}', which is already defined")
-            names.add(output)
+            computed.add(output)
     known = set(outer) | defined
-    for index, node in in_order(graph.node, known.__contains__):
+    for index, node in topological_order(graph.node, known.__contains__):
         for name in filter(None, node.input):
             if name not in known:
                 label = node_label(node, index)
@@ -156,8 +163,8 @@ def check_graph(graph: GraphProto, outer: frozenset[str] = frozenset()) -> None:
             raise ImportModelError(f"output '{output.name}' of graph '{graph.name}' is not computed by any node")
 
 
-def _given_names(graph: GraphProto) -> set[str]:
-    """Inputs and initializers; an initializer may also be listed as an input."""
+def _boundary_names(graph: GraphProto) -> set[str]:
+    """Return the names of inputs and initializers; an initializer may also be listed as an input."""
     inputs = _unique([i.name for i in graph.input], "input")
     names = [t.name for t in graph.initializer] + [s.values.name for s in graph.sparse_initializer]
     _unique([o.name for o in graph.output], "output")
@@ -187,7 +194,7 @@ class _Unknown:
 
 @dataclass
 class OpSurvey:
-    """Walks a graph with its subgraphs and functions, and collects the ops that cannot be converted."""
+    """Collects the ops of a graph, its subgraphs and its functions that cannot be converted."""
 
     functions: Functions
     unknown: dict[tuple[str, str], _Unknown] = field(default_factory=dict)
@@ -210,10 +217,10 @@ class OpSurvey:
         version = opsets.get(domain)
         if version is None and domain == "":
             raise ImportModelError(f"{node_label(node, index)}: the model does not say which opset of ONNX it uses")
-        if find_converter(domain, node.op_type, version or 1) or schema_of(domain, node.op_type, version or 1):
+        if find_converter(domain, node.op_type, version or 1) or function_schema(domain, node.op_type, version or 1):
             return
-        result = self.unknown.setdefault((domain, node.op_type), _Unknown(first=node_label(node, index)))
-        result.count += 1
+        entry = self.unknown.setdefault((domain, node.op_type), _Unknown(first=node_label(node, index)))
+        entry.count += 1
 
     def raise_if_any(self) -> None:
         if not self.unknown:
@@ -231,16 +238,16 @@ class OpSurvey:
 
 
 @cache
-def most_inputs(domain: str, name: str, version: int) -> int:
-    """How many inputs an op takes at most, as ONNX defines it; of other ops nothing is known."""
+def max_inputs(domain: str, name: str, version: int) -> int:
+    """Return the maximum number of an op's inputs; ops that ONNX does not define have no limit."""
     if not onnx.defs.has(name, version, domain):
         return sys.maxsize
     schema: Any = onnx.defs.get_schema(name, version, domain)
     return int(schema.max_input)
 
 
-def schema_of(domain: str, name: str, version: int) -> Any:
-    """The schema of an op that is defined by a function body, or None."""
+def function_schema(domain: str, name: str, version: int) -> Any:
+    """Return an op's schema if it defines the op by a function body, else None."""
     if not onnx.defs.has(name, version, domain):
         return None
     schema: Any = onnx.defs.get_schema(name, version, domain)

@@ -126,3 +126,9 @@ TABLE: tuple[Strategy, ...] = (
 BY_NAME = {strategy.name: strategy for strategy in TABLE}
 DOTS = {"dot2_bf16": DOT_BF16, "dot4_u8s8": DOT_INT8, "dot2_i16": DOT_INT16}
 """By the intrinsic that a strategy's inner loop is made of."""
+ALTERNATIVES = tuple(
+    strategy.name
+    for strategy in TABLE
+    if "winograd" not in strategy.forms and (strategy.min_rows > 1 or strategy in DOTS.values() or strategy is FMA)
+)
+"""Names of those that `relaxlite tune` may prefer: others take what these do, too."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
+from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
@@ -42,6 +43,17 @@ def check(exe: Executable, wanted: np.ndarray, tolerance: float = 3e-5) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_file_means_what_a_plain_computation_does(kind: str, tmp_path: Path) -> None:
+    metadata = gemma4.fields(**KINDS[kind])
+    weights = gemma4.tensors(metadata)
+    path = files.write(tmp_path / "m.gguf", "gemma4", metadata, weights)
+    wanted = gemma4.forward(metadata, weights, TOKENS)
+    found = Interpreter(build_dense(read_checkpoint(path))).run("main", np.asarray([TOKENS]))
+    np.testing.assert_allclose(np.asarray(found)[0], wanted, atol=3e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_a_plain_computation(kind: str, tmp_path: Path) -> None:
     metadata = gemma4.fields(**KINDS[kind])
     weights = gemma4.tensors(metadata)
@@ -63,6 +75,7 @@ def in_blocks(weights: dict[str, np.ndarray], kind: str) -> tuple[dict[str, Any]
     return stored, rounded
 
 
+@pytest.mark.exhaustive
 def test_experts_stay_in_their_blocks(tmp_path: Path) -> None:
     metadata = gemma4.fields(**KINDS["mixture"])
     stored, rounded = in_blocks(gemma4.tensors(metadata), "Q8_0")
@@ -76,6 +89,7 @@ def stored_bytes(exe: Executable) -> int:
     return sum(constant.nbytes for constant in exe.data.constants)
 
 
+@pytest.mark.exhaustive
 def test_the_table_of_inputs_of_layers_stays_in_its_blocks(tmp_path: Path) -> None:
     """Most of a small model, and rows of it alone are read; here through the cache, whose pools layers share."""
     metadata = gemma4.fields(is_small=True)
@@ -99,6 +113,7 @@ def test_the_table_of_inputs_of_layers_stays_in_its_blocks(tmp_path: Path) -> No
         np.testing.assert_allclose(found, wanted, atol=3e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.exhaustive
 def test_a_file_becomes_a_model(tmp_path: Path) -> None:
     metadata = gemma4.fields(is_small=True)
     path = files.write(

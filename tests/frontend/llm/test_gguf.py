@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import relaxlite as rl
 from relaxlite import config, model_cache
+from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import ImportModelError, RelaxliteError
 from relaxlite.frontend.llm import gguf_grids
 from relaxlite.frontend.llm.checkpoint import Checkpoint
@@ -23,6 +24,7 @@ from relaxlite.frontend.llm.config import Rope, RopeScaling
 from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 from relaxlite.frontend.llm.read import read_checkpoint
 from tests.support import llm_files as files
+from tests.support import tiers
 from tests.support.block_bytes import dequantized, random_blocks
 from tests.support.dense_llm import build_dense
 
@@ -212,6 +214,13 @@ TOKENS = np.random.default_rng(5).integers(0, files.VOCAB, 23).tolist()
 TOLERANCE = {"float32": 3e-5, "int16": 1.5e-4}
 
 
+def check_meaning(path: Path, name: str, metadata: dict[str, Any], weights: dict[str, Any]) -> None:
+    """That the ops compute what they should, which takes less long than to compile them."""
+    wanted = files.forward(name, metadata, weights, TOKENS)
+    found = Interpreter(build_dense(read_checkpoint(path))).run("main", np.asarray([TOKENS]))
+    np.testing.assert_allclose(np.asarray(found)[0], wanted, atol=TOLERANCE["float32"] * np.abs(wanted).max())
+
+
 def check_logits(
     path: Path, name: str, metadata: dict[str, Any], weights: dict[str, Any], precision: str = "float32"
 ) -> None:
@@ -222,12 +231,24 @@ def check_logits(
         np.testing.assert_allclose(found, wanted[:count], atol=TOLERANCE[precision] * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_a_plain_computation(case: str, tmp_path: Path) -> None:
+def of_case(case: str, path: Path) -> tuple[Path, str, dict[str, Any], dict[str, Any]]:
     name, more, kind = CASES[case]
     metadata = files.fields(name, **more)
     weights = files.tensors(name, layers=metadata[f"{name}.block_count"], **kind)
-    check_logits(files.write(tmp_path / "m.gguf", name, metadata, weights), name, metadata, weights)
+    return files.write(path, name, metadata, weights), name, metadata, weights
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_means_what_a_plain_computation_does(case: str, tmp_path: Path) -> None:
+    check_meaning(*of_case(case, tmp_path / "m.gguf"))
+
+
+COMPILED = ("gpt-oss",)  # by default
+
+
+@pytest.mark.parametrize("case", tiers.only(COMPILED, CASES))
+def test_logits_are_those_of_a_plain_computation(case: str, tmp_path: Path) -> None:
+    check_logits(*of_case(case, tmp_path / "m.gguf"))
 
 
 def test_blocks_that_guess_tokens_ahead_are_left_out(tmp_path: Path) -> None:
@@ -330,9 +351,24 @@ def is_packed(name: str, kind: str, precision: str) -> bool:
     return precision != "float32" or kind in WHOLE or "attn_output" in name or "blk" not in name
 
 
+# By default each kind of types once: test_quantized.py reads all of them.
+BY_DEFAULT = ("BF16", "Q4_0", "Q4_K", "MXFP4")
+
+
+def precision_of(kind: str, precision: str) -> object:
+    by_default = tuple(TOLERANCE)[("F16", "BF16", *BLOCK_FORMATS).index(kind) % 2] if kind not in GRIDS else "int16"
+    left_out = kind not in BY_DEFAULT or precision != by_default
+    return pytest.param(kind, precision, marks=[pytest.mark.exhaustive] if left_out else [])
+
+
 @pytest.mark.parametrize(
     ("kind", "precision"),
-    [(kind, p) for kind in ("F16", "BF16", *BLOCK_FORMATS) for p in TOLERANCE if p != "float32" or kind not in GRIDS],
+    [
+        precision_of(kind, p)
+        for kind in ("F16", "BF16", *BLOCK_FORMATS)
+        for p in TOLERANCE
+        if p != "float32" or kind not in GRIDS
+    ],
 )
 def test_every_tensor_type(kind: str, precision: str, tmp_path: Path) -> None:
     metadata, weights = files.fields("llama"), files.tensors("llama")
@@ -375,7 +411,10 @@ def test_experts_in_blocks(kind: str, is_stacked: bool, tmp_path: Path) -> None:
             if not is_stacked:
                 parts = {name.replace("_exps", f".{e}"): part for e, part in enumerate(data)}
             stored |= {part: (found, kind) for part, found in parts.items()}
-    check_logits(files.write(tmp_path / "m.gguf", "llama", metadata, stored), "llama", metadata, weights)
+    model = files.write(tmp_path / "m.gguf", "llama", metadata, stored), "llama", metadata, weights
+    check_meaning(*model)
+    if tiers.is_exhaustive() or (kind, is_stacked) == ("Q4_0", True):
+        check_logits(*model)
 
 
 def test_weights_in_nvfp4_are_multiplied_by_numbers_of_their_own(tmp_path: Path) -> None:
@@ -391,7 +430,8 @@ def test_weights_in_nvfp4_are_multiplied_by_numbers_of_their_own(tmp_path: Path)
         stored[f"{stem}.scale"], stored[f"{stem}.input_scale"] = factors, np.float32([3.0])
         weights[name] = dequantized(data, "NVFP4").reshape(values.shape) * factors.reshape(-1, *[1] * (values.ndim - 1))
     path = files.write(tmp_path / "m.gguf", "llama", metadata, stored)
-    for precision in TOLERANCE:
+    check_meaning(path, "llama", metadata, weights)
+    for precision in TOLERANCE if tiers.is_exhaustive() else ():
         check_logits(path, "llama", metadata, weights, precision)
     for name, count in (("blk.0.attn_q.scale", 2), ("blk.1.ffn_up_exps.scale", 4)):
         with pytest.raises(ImportModelError, match=rf"'{name}' must have 1 .*positive numbers for .* and has {count}"):
@@ -729,7 +769,7 @@ def attempt(path: Path, data: bytes) -> None:
         assert str(path) in str(error)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=tiers.examples(150))
 @given(changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=6))
 def test_flipped_bytes_never_crash(whole: tuple[Path, bytes], changes: list[tuple[float, int]]) -> None:
     path, good = whole
@@ -739,7 +779,7 @@ def test_flipped_bytes_never_crash(whole: tuple[Path, bytes], changes: list[tupl
     attempt(path, bytes(data))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=tiers.examples(60))
 @given(share=st.floats(0, 1))
 def test_truncated_files_are_refused(whole: tuple[Path, bytes], share: float) -> None:
     path, good = whole
@@ -762,7 +802,6 @@ def test_a_file_that_ends_within_a_weight_names_it(whole: tuple[Path, bytes]) ->
 
 
 @pytest.mark.models
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma3-270m"])
 def test_real_models_give_the_logits_of_transformers(name: str) -> None:
     """The largest difference is below 1e-4 of the largest logit in float32, and below 1e-3 of it with what blocks are

@@ -19,6 +19,7 @@ from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, 
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.llm.tokenizer import Tokenizer
+from tests.support import tiers
 from tests.support.tiny_llm import tokenizer_json
 
 LLAMA3_SCALING = {
@@ -633,7 +634,7 @@ ROPE = st.fixed_dictionaries(
 KEYS = sorted({key for raw, _ in PUBLISHED.values() for key in raw} | {"rope_parameters", "layer_types", "head_dim"})
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=tiers.examples(400))
 @given(st.sampled_from(sorted(PUBLISHED)), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3), JSON | ROPE)
 def test_any_values_give_a_configuration_or_an_error(name: str, changes: dict[str, Any], rope: Any) -> None:
     try:

@@ -21,6 +21,7 @@ from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
 from tests.support import llm_files as files
+from tests.support import tiers
 from tests.support.block_bytes import dequantized
 from tests.support.llm_models import small_checkpoint
 
@@ -42,7 +43,7 @@ def in_blocks(weights: dict[str, np.ndarray], kind: str) -> tuple[dict[str, Any]
     return stored, rounded
 
 
-@pytest.mark.parametrize("groups_rows", [False, True])
+@pytest.mark.parametrize("groups_rows", tiers.few([True, False]))
 def test_one_vector_of_each_token_is_kept_and_matrices_of_heads_stay_in_their_blocks(
     groups_rows: bool, tmp_path: Path
 ) -> None:
@@ -62,6 +63,7 @@ def test_one_vector_of_each_token_is_kept_and_matrices_of_heads_stay_in_their_bl
     np.testing.assert_allclose(found, wanted, atol=3e-4 * np.abs(wanted).max())
 
 
+@pytest.mark.exhaustive
 def test_heads_together_give_what_they_give_alone() -> None:
     """In batches, too: a row beside others is what it is alone, to the bit."""
     config = small_checkpoint("deepseek_v2").config.latent

@@ -24,7 +24,7 @@ from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.llm.compiling import build
 from relaxlite.passes.graph.eliminate import eliminate_common
-from tests.support import tiny_llm
+from tests.support import tiers, tiny_llm
 from tests.support.dense_llm import build_dense
 from tests.support.quantized_folders import (
     BF16,
@@ -251,7 +251,10 @@ COMPILED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMPILED)
+BY_DEFAULT = ("fp8",)
+
+
+@pytest.mark.parametrize("name", tiers.only(BY_DEFAULT, COMPILED))
 def test_logits_are_those_of_the_weights_in_float32(name: str, tmp_path: Path) -> None:
     settings, packer, kept = CASES[name]
     tokens = np.random.default_rng(1).integers(0, VOCAB, (2, 9))
@@ -314,7 +317,7 @@ def test_experts_are_read_one_by_one(name: str, tmp_path: Path) -> None:
     assert found["layers.0.router"].block_format is None
 
 
-@pytest.mark.parametrize("name", ["gptq, act-order", "gptq, act-order, zero points", "awq"])
+@pytest.mark.parametrize("name", tiers.few(["gptq, act-order, zero points", "gptq, act-order", "awq"]))
 def test_experts_whose_columns_have_orders_of_their_own_are_multiplied_together(name: str, tmp_path: Path) -> None:
     matrices = {key: shape for key, shape in MATRICES.items() if key.startswith("self_attn")}
     matrices |= {f"mlp.experts.{e}.{part}": shape for e in range(3) for part, shape in MLP.items()}
@@ -352,7 +355,7 @@ def test_a_weight_that_is_stored_as_in_by_out_is_not_turned_again(tmp_path: Path
     np.testing.assert_array_equal(found["layers.0.k"].to_float32(), wanted["attn.c_attn"][HIDDEN : 2 * HIDDEN])
 
 
-@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+@pytest.mark.parametrize("name", tiers.few(["lm_head", "model.embed_tokens"]))
 def test_a_head_or_an_embedding_may_be_quantized(name: str, tmp_path: Path) -> None:
     """Then the other one is a weight of its own, whatever config.json says of them."""
     vocabulary = 256  # whole words of columns
@@ -406,6 +409,7 @@ def test_a_quantized_folder_is_compiled_run_and_looked_into(tmp_path: Path, caps
     assert "quantized: Q4_0; 7 in awq before\n" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_what_is_kept_in_codes_stays_small(tmp_path: Path) -> None:
     """Bits of each number in a compiled model, by what others take more."""
     bits, nbytes = {"gptq": 4.5, "awq": 5.5, "compressed, 8 bits": 8.5}, {}

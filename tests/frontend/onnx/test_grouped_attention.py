@@ -113,6 +113,7 @@ ATTRS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", list(ATTRS))
 def test_new_keys_go_where_each_sequence_ends(kind: str) -> None:
     """seqlens_k was ignored: new keys went behind the whole past, and a static cache grew."""

@@ -54,6 +54,7 @@ def with_size(x: np.ndarray, size: int) -> np.ndarray:
     return np.take(x, np.arange(size) % x.shape[0], axis=0)
 
 
+@pytest.mark.each_value("op")
 @pytest.mark.parametrize(
     ("op", "operands", "attrs", "operand", "size"),
     [

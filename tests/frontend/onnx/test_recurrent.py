@@ -40,6 +40,7 @@ def check(proto: Any, constant: dict[str, Any], *names: str) -> None:
             np.testing.assert_allclose(have, want, atol=1e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("op", list(GATES))
 @pytest.mark.parametrize("w", [["nd", "g", WIDTH], ["nd", "g", "i"], [None, None, None]], ids=str)
 def test_directions_of_w_that_only_the_other_weights_say(op: str, w: Any) -> None:

@@ -228,6 +228,7 @@ def test_a_shape_of_unknown_rank_is_refused() -> None:
 _KEPT_SIZES = ((5, 7, 3, 20), (4, 4, 7, 9), (5, 7, 8, 9), (6, 9, 4, 100), (5, 5, 3, 3), (3, 8, 2, 9), (7, 3, 13, 1))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_given", [True, False])
 @pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
 @pytest.mark.parametrize("policy", ["not_larger", "not_smaller"])

@@ -77,6 +77,7 @@ def test_every_length_number_of_rows_and_of_parts(window: int | None) -> None:
             np.testing.assert_allclose(attention(window)(*given), wanted, atol=2e-6, err_msg=f"{length} {rows} {parts}")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", ["llvm", "llvm -mcpu=x86-64-v3", "llvm -mcpu=x86-64"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (4, 2, 80), (3, 1, 72), (2, 1, 64), (4, 1, 256)])

@@ -34,6 +34,7 @@ from relaxlite.passes.graph.reachable import drop_unused
 from relaxlite.passes.loops.legalize import legalize
 from relaxlite.passes.loops.pattern import LoopPattern, analyze
 from relaxlite.target import Target
+from tests.support import tiers
 from tests.support.ir_text import module, program
 from tests.support.random_graphs import arguments, assert_same_results, graphs
 
@@ -812,7 +813,7 @@ def test_programs_of_symbols_in_expressions_keep_their_arguments() -> None:
 # Merged programs against what they were made from
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(size=9, control=True), st.sampled_from([(0, 3), (3, 0), (1, 1), (4, 3), (2, 9)]), st.booleans())
 def test_fusion_keeps_the_meaning_of_random_graphs(given: IRModule, sizes: tuple[int, int], flag: bool) -> None:
     args: Any = arguments(*sizes, flag=flag)

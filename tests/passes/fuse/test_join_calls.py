@@ -28,6 +28,7 @@ from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products.winograd_products import MIN_DEPTH
 from relaxlite.target import Target
+from tests.support import tiers
 
 Body = Callable[["Layer", Expr], Expr]
 SIZES = [(0, 3), (1, 1), (1, 6), (2, 7), (3, 67)]
@@ -122,6 +123,7 @@ def test_products_of_one_operand_become_one_call() -> None:
     assert str(decision.figures["kernels saved"]) == "2"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("depth", [1, 24, 65])
 @pytest.mark.parametrize("body", [attention_inputs, gated, gated_with_biases])
 def test_right_at_every_size(body: Body, depth: int) -> None:
@@ -173,6 +175,7 @@ def half_precision(layer: Layer, x: Expr) -> Expr:
     return Tuple((*parts, layer.op("multiply", layer.op("silu", gate), up)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cpu", ["x86-64-v4", "x86-64-v3", "znver4 -mattr=-sse4a"])
 @pytest.mark.parametrize("depth", [20, 300])
 def test_weights_in_half_precision_are_joined_and_paired_too(cpu: str, depth: int) -> None:
@@ -337,7 +340,7 @@ def layers(draw: Any) -> tuple[IRModule, int]:
     return layer.module(body), depth
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(layers(), st.sampled_from(SIZES))
 def test_random_layers(given_layer: tuple[IRModule, int], size: tuple[int, int]) -> None:
     module, depth = given_layer

@@ -76,6 +76,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", [(), (3,)])
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 @pytest.mark.parametrize("kind", list(WEIGHTS))
@@ -207,6 +208,7 @@ def assert_exact(module: IRModule, filters: np.ndarray, x: str, *operands: objec
         np.testing.assert_array_equal(exe(given), wanted)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("x", "w"), [("uint8", "int8"), ("int8", "int8"), ("uint8", "uint8")])
 @pytest.mark.parametrize("kind", list(CONVOLUTIONS))
 def test_integers_are_convolved_exactly(kind: str, x: str, w: str) -> None:
@@ -235,6 +237,7 @@ def test_filters_with_zero_points_of_their_own() -> None:
     assert_exact(made, filters, "uint8", (1, 1, 1, 1), *zeros)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("x", ["uint8", "int8"])
 @pytest.mark.parametrize("kind", list(CONVOLUTIONS))
 def test_filters_that_do_not_fit_bytes_are_moved(kind: str, x: str) -> None:
@@ -300,6 +303,7 @@ def test_convolutions_of_each_channel_are_summed_in_floats(zero: int, target: st
     assert_exact(made, filters, "uint8", pads, *zeros, **attrs)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("x", ["uint8", "int8"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_chain_of_statically_quantized_convolutions_stays_in_one_layout(padded: bool, x: str) -> None:

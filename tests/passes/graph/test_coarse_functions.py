@@ -181,6 +181,7 @@ def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(word_products, name, 1)
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("without_limits")
 @each_target
 @each_kind
@@ -256,6 +257,7 @@ def test_columns_of_zeros_and_rows_of_zeros_give_zeros(target: Target) -> None:
 # Memory
 
 
+@pytest.mark.each_value
 @each_kind
 @pytest.mark.parametrize("columns", [128, 2048], ids=["small", "large"])
 def test_weights_are_there_once(kind: str, columns: int) -> None:

@@ -117,6 +117,7 @@ def test_transposes_become_attributes() -> None:
     assert {call.attrs[name] for name in ("q_axes", "k_axes", "v_axes", "out_axes")} == {SWAP}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bias", [("b", 1, 1, "n"), ("m", "n"), (1, HEADS, "m", "n"), ("n",), (1,)])
 @pytest.mark.parametrize("make", [plain, swapped])
 def test_right_at_every_size(make: Make, bias: tuple[str | int, ...]) -> None:
@@ -330,6 +331,7 @@ def masked_module(make: Masked, low: float, bias: tuple[str | int, ...]) -> IRMo
     return module_of(form, bias)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min), -2.0])
 @pytest.mark.parametrize("bias", [("m", "n"), ("b", 1, 1, "n")])
 @pytest.mark.parametrize("make", [keeps, fills, keeps_then_adds])

@@ -24,6 +24,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import PASSES, default_pipeline
 from relaxlite.target import Target
+from tests.support import tiers
 
 ROWS = (0, 1, 2, 3, 4, 6, 7, 13, 17, 200)
 TINY_CACHE = "llvm -l2-bytes=1024"  # so that small weights count as large ones
@@ -137,7 +138,10 @@ WEIGHTS: Mapping[str, tuple[int, Weight, int]] = {  # depth, weight, bits that i
 }
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+REPEATED = ("int8 per column", "int8 turned", "4 bits in groups", "4 bits in groups of 20, turned", "bfloat16")
+
+
+@pytest.mark.parametrize("name", tiers.only(WEIGHTS.keys() - {*REPEATED, "longer than a sum in one register"}, WEIGHTS))
 def test_weights_stay_in_their_bits_and_products_the_same(name: str) -> None:
     depth, weight, bits = WEIGHTS[name]
     given = module(weight, depth)
@@ -166,6 +170,7 @@ def assert_same(exe: rl.Executable, given: IRModule, depth: int) -> None:
         np.testing.assert_allclose(exe(x), want, rtol=1e-5, atol=1e-5 * max(1, np.abs(want).max(initial=0)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["4 bits in groups, zero points", "uint8 per column, zero points", "float16"])
 def test_processors_with_fewer_instructions(name: str, level: str) -> None:

@@ -27,6 +27,7 @@ from relaxlite.passes.memory.reuse_operands import reuse_operands
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule.cpu.programs import schedule_cpu, schedule_program
 from relaxlite.target import Target
+from tests.support import tiers
 from tests.support.ir_text import assert_becomes, assert_stays, module, program
 from tests.support.random_graphs import arguments, assert_same_results, graphs
 
@@ -254,7 +255,7 @@ def test_the_comparison_would_find_what_must_not_share_memory() -> None:
             shared(scheduled, x, out, dict(zip(scheduled.symbols, sizes, strict=True)), rng)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(size=8), st.sampled_from([(1, 1), (4, 3), (3, 21), (18, 17), (0, 3), (5, 0)]))
 def test_scheduled_loops_read_before_they_overwrite(given: IRModule, sizes: tuple[int, int]) -> None:
     rng = np.random.default_rng(0)
@@ -389,7 +390,7 @@ def test_the_decision_says_why() -> None:
 # Compiled
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(size=10, control=True))
 def test_compiled_models_compute_in_place(given: IRModule) -> None:
     exe = rl.compile(given)

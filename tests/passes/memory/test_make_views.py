@@ -23,6 +23,7 @@ from relaxlite.passes.memory.lower_dps import lower_dps
 from relaxlite.passes.memory.make_views import make_views
 from relaxlite.runtime.module import Executable
 from relaxlite.target import Target
+from tests.support import tiers
 from tests.support.ir_text import module
 from tests.support.random_graphs import arguments, assert_same_results, graphs
 
@@ -299,7 +300,7 @@ c: f32[n + k] = concat(a, b, axis=0)
     assert_runs_the_same(given, [(floats(n),) for n in (1, 4, 30)])
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(size=10, control=True), st.integers(0, 3))
 def test_compiled_models_with_views(given: IRModule, seed: int) -> None:
     exe = rl.compile(given)

@@ -13,6 +13,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate, sym
 from relaxlite.passes.memory import arena_layers
 from relaxlite.passes.memory.arena_order import GOOD_RATIO, Problem, Tenant, nearest, priorities, search, valuations
 from relaxlite.passes.memory.pack_arena import ALIGNMENT, Packing, pack
+from tests.support import tiers
 
 N, M, FEW = SymVar("n"), SymVar("m", lower=1), SymVar("few", upper=24, divisor=8)
 SIZES = (N * 4, N * 400, M * 64, N * M * 4, N * N + M, (N + 2) // 3 * 8, FEW * 100, sym(1000), sym(0), (N - 5) * 4)
@@ -41,7 +42,7 @@ def value(expr: SymExpr, values: dict[SymVar, int]) -> int:
     return evaluate(expr, values)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tiers.examples(60), deadline=None)
 @given(
     tenants(), st.lists(st.tuples(st.integers(0, 700), st.integers(1, 700), st.integers(0, 3)), min_size=4, max_size=4)
 )
@@ -142,7 +143,7 @@ def test_layers_that_repeat_are_packed_as_a_few_of_them_are(
             assert not many[j].meets(many[k]) or ends[j] <= places[k] or ends[k] <= places[j]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=tiers.examples(15), deadline=None)
 @given(tenants(3), tenants(4), tenants(3), st.integers(7, 9), st.integers(1, 14))
 def test_nothing_overlaps_whatever_repeats(
     before: list[Tenant], layer: list[Tenant], after: list[Tenant], count: int, step: int

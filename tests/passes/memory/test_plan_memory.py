@@ -33,6 +33,7 @@ from relaxlite.passes.memory.plan import MemoryPlan, PlannedTensor
 from relaxlite.passes.memory.plan_memory import ALIGNMENT
 from relaxlite.passes.memory.plan_memory import plan_memory as plan_memory_pass
 from relaxlite.target import Target
+from tests.support import tiers
 from tests.support.ir_text import assert_becomes, assert_stays, module
 from tests.support.random_graphs import arguments, assert_same_results, graphs
 
@@ -626,7 +627,7 @@ def test_a_constant_plan_holds_up_to_the_bound_and_refuses_what_is_beyond() -> N
         exe(np.zeros(34, "f4"), np.zeros(2, "f4"), np.array(True))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(size=12, control=True), st.booleans())
 def test_compiled_code_runs_in_the_arena(given: IRModule, flag: bool) -> None:
     """Branches and loops too, at sizes of 0 and 1 and such that change which tensor is the largest."""
@@ -752,7 +753,7 @@ def poisoned_views(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(interpreter._MEMORY, "memory.view", poisoned)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(size=12, control=True), st.sampled_from([(1, 1), (4, 3), (2, 9), (0, 3), (5, 0)]), st.booleans())
 def test_replaying_the_plan_finds_nothing_overwritten(
     poisoned_views: None, given: IRModule, sizes: tuple[int, int], flag: bool

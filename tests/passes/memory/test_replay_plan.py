@@ -18,6 +18,7 @@ from relaxlite.passes.memory.lower_dps import lower_dps
 from relaxlite.passes.memory.plan_memory import plan_memory
 from relaxlite.passes.memory.replay_plan import replay_plan
 from relaxlite.target import Target
+from tests.support import tiers
 from tests.support.ir_text import module
 from tests.support.random_graphs import graphs
 
@@ -180,7 +181,7 @@ def test_what_a_loop_carries_is_followed_as_it_grows(place: str) -> None:
         replay(made)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(graphs(size=12, control=True))
 def test_what_the_planner_makes_is_sound(given: IRModule) -> None:
     context = PassContext(Target.parse("llvm"), verify=True)  # replays

@@ -36,6 +36,7 @@ from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.runtime import libraries
 from relaxlite.target import Target
 from tests.passes.products.test_register_tile import inner_loops
+from tests.support import tiers
 from tests.support.block_weights import BlockWeight, block_weight
 from tests.support.dense_llm import build_dense
 from tests.support.llm_models import VOCAB, small_checkpoint
@@ -135,6 +136,7 @@ def exact_case(name: str, columns: int, low_bits: int) -> tuple[BlockWeight, Arr
     return replace(weight, codes=codes.astype(np.uint8), scales=scales, offsets=offsets), x
 
 
+@pytest.mark.each_value("name", "target", "precision")
 @pytest.mark.parametrize("precision", LOW_BITS)
 @pytest.mark.parametrize(("name", "columns", "target"), CASES)
 def test_sums_of_integers_are_exact_at_every_size(name: str, columns: int, precision: str, target: str) -> None:
@@ -168,6 +170,7 @@ def mixed_case(name: str, columns: int, rotation: int = 8) -> tuple[BlockWeight,
     return replace(weight, scales=scales, offsets=None if weight.offsets is None else -(scales * 2)), x
 
 
+@pytest.mark.each_value("name", "target")
 @pytest.mark.parametrize(
     ("name", "target"),
     [(name, target) for target in ("llvm", PORTABLE, WIDE, OLD, NARROW) for name in MIXED],
@@ -196,6 +199,7 @@ def rounded(x: Array, block: int, low_bits: int) -> Array:
     return np.asarray((high.astype(np.float64) * (top.astype(np.float64) / greatest)).reshape(x.shape))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", ["llvm", PORTABLE, OLD], ids=["host", "avx2", "ssse3"])
 @pytest.mark.parametrize("precision", LOW_BITS)
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -700,20 +704,20 @@ def test_a_product_of_halves_is_left_alone() -> None:
     assert abs(rl.compile(bb.module())(x) - wanted).max() <= 2e-3 * abs(wanted).max()
 
 
-def test_every_stage_is_legal_and_its_text_a_fixed_point() -> None:
+@pytest.mark.parametrize("precision", tiers.few(["int8", "float32", "int12", "int16"]))
+def test_every_stage_is_legal_and_its_text_a_fixed_point(precision: str) -> None:
     """What a stage has not changed need not be read again; the last module is read as a whole."""
-    for precision in ("float32", "int8", "int12", "int16"):
-        stages: list[tuple[str, str, IRModule]] = []
-        context = PassContext(Target.parse(WITH_DOTS), precision=precision)
-        context.observers.append(lambda step, _, after, __: stages.append((step.name, step.stage, after)))  # noqa: B023
-        run_passes(layer(gated)[0], default_pipeline(), context)
-        assert len(stages) == len(default_pipeline())
-        seen = set[int]()
-        for name, stage, module in stages:
-            verify(module, stage)
-            check_text(IRModule({k: d for k, d in module.items() if id(d) not in seen}, module.attrs), name)
-            seen |= {id(d) for d in module.values()}
-        check_text(stages[-1][2], "all of the last")
+    stages: list[tuple[str, str, IRModule]] = []
+    context = PassContext(Target.parse(WITH_DOTS), precision=precision)
+    context.observers.append(lambda step, _, after, __: stages.append((step.name, step.stage, after)))
+    run_passes(layer(gated)[0], default_pipeline(), context)
+    assert len(stages) == len(default_pipeline())
+    seen = set[int]()
+    for name, stage, module in stages:
+        verify(module, stage)
+        check_text(IRModule({k: d for k, d in module.items() if id(d) not in seen}, module.attrs), name)
+        seen |= {id(d) for d in module.values()}
+    check_text(stages[-1][2], "all of the last")
 
 
 def check_text(module: IRModule, name: str) -> None:
@@ -726,15 +730,15 @@ def check_text(module: IRModule, name: str) -> None:
 # Proof by running
 
 
-def test_every_pass_keeps_what_a_quantized_model_computes() -> None:
+@pytest.mark.parametrize("precision", tiers.few(["int12", "float32", "int8", "int16"]))
+def test_every_pass_keeps_what_a_quantized_model_computes(precision: str) -> None:
     sizes = {"heads": 4, "kv_heads": 2, "intermediate": 32, "layers": 1}
     checkpoint = quantize_checkpoint(small_checkpoint("llama", **sizes), "q4_0")
     module = build_dense(checkpoint)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 2))
-    for precision in ("float32", "int8", "int12", "int16"):
-        context = PassContext(HOST, precision=precision, verify=False)
-        rl.compile(module, context=context, validate=[(tokens[:1, :1],), (tokens,)])
-        assert len(reasons(context)) == (0 if precision == "float32" else 8)
+    context = PassContext(HOST, precision=precision, verify=False)
+    rl.compile(module, context=context, validate=[(tokens[:1, :1],), (tokens,)])
+    assert len(reasons(context)) == (0 if precision == "float32" else 8)
 
 
 class WrongZero(Rewriter):
@@ -799,6 +803,7 @@ for make in LAYERS.values():
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cpu", ["generic", "neoverse-v1"])
 def test_code_for_another_architecture(cpu: str) -> None:
     """In a process of its own, because an error of LLVM's ends it."""

@@ -28,6 +28,7 @@ from relaxlite.passes.products import blocks_int16 as schedule_halves
 from tests.passes.products.test_blocks import LOW_BITS, NARROW, OLD, PORTABLE, WIDE, exact_case, here
 from tests.passes.products.test_blocks_int16 import has_halves, lowered
 from tests.passes.products.test_winograd_products import ZEN4
+from tests.support import tiers
 from tests.support.block_weights import BlockWeight
 from tests.support.emulated_tiles import emulated_tiles
 from tests.support.llm_models import small_checkpoint
@@ -77,6 +78,7 @@ def wanted_of(x: np.ndarray[Any, Any], counts: tuple[int, ...], weights: list[Bl
     return np.concatenate([part @ weight.values for part, weight in zip(rows, weights, strict=True)])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ["int8", "int12"])
 @pytest.mark.parametrize("target", ["llvm", PORTABLE, WIDE, OLD, NARROW])
 @pytest.mark.parametrize("name", KINDS)
@@ -198,6 +200,7 @@ def test_what_does_not_fit_is_refused() -> None:
 # Mixtures of experts
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["experts", "gpt_oss", "experts, some layers, one shared"])
 def test_experts_together_give_what_they_give_one_by_one(name: str) -> None:
     experts = small_checkpoint(name).config.experts
@@ -230,6 +233,7 @@ def test_numbers_that_are_none_stay_with_their_token() -> None:
     assert np.isnan(found[0]).all() and not np.isnan(found[1]).any()
 
 
+@pytest.mark.exhaustive
 def test_experts_that_all_sigmoids_turn_down_add_nothing() -> None:
     """Shares of nothing are 0, not NaN."""
     experts = small_checkpoint("experts in groups").config.experts
@@ -249,7 +253,9 @@ def test_experts_that_all_sigmoids_turn_down_add_nothing() -> None:
     np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize(("count", "chosen", "chunk"), [(8, 2, 256), (32, 8, 256), (128, 8, 512), (4, 4, 128)])
+@pytest.mark.parametrize(
+    ("count", "chosen", "chunk"), tiers.few_rows([(4, 4, 128), (8, 2, 256), (32, 8, 256), (128, 8, 512)])
+)
 def test_steps_of_long_prompts_have_enough_tokens_for_each_expert(count: int, chosen: int, chunk: int) -> None:
     experts = Experts(count, chosen, 16, True)
     module = build_step(small_checkpoint("experts", experts=experts, layers=1))

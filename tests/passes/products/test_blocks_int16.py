@@ -23,6 +23,7 @@ from relaxlite.target import Target
 from tests.passes.products import test_blocks as test_block_products
 from tests.passes.products.test_blocks import LAYERS, WEIGHTS, exact_case, product, programs_with, some_rows
 from tests.passes.products.test_winograd_products import ZEN4
+from tests.support import tiers
 from tests.support.block_weights import block_weight
 
 needs_zen4 = pytest.mark.skipif(not ZEN4.runs_here, reason="needs the instructions of a Zen 4")
@@ -60,6 +61,7 @@ def test_what_has_too_little_to_gain_does_not() -> None:
     assert not has_halves(lowered(product(block_weight(192, MIN_COLUMNS)), target=intel))
 
 
+@pytest.mark.each_value
 @needs_zen4
 @pytest.mark.usefixtures("of_any_width")
 @pytest.mark.parametrize("columns", [17, 33, 80])
@@ -116,7 +118,7 @@ def test_a_term_of_each_batch_keeps_its_rows_apart() -> None:
 
 
 @pytest.mark.usefixtures("of_any_width")
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", tiers.only(WIDE[::2], WIDE))
 def test_the_loops_mean_what_they_did(name: str) -> None:
     """As the interpreter runs them, on any machine."""
     weight, x = exact_case(name, 20, 4)

@@ -193,6 +193,7 @@ def test_results_are_those_of_rounded_rows_and_columns(depth: int, columns: int,
         assert few.mean() <= 0.02 if few.size else True
 
 
+@pytest.mark.pairwise
 @both
 @pytest.mark.usefixtures("without_limits")
 @pytest.mark.parametrize(("depth", "columns"), [(4, 3), (12, 16), (18, 17), (50, 40)])

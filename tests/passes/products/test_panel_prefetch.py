@@ -127,6 +127,7 @@ def test_requests_follow_the_weights_into_their_panels() -> None:
     assert "prefetcht1" in emit_assembly({"matmul": program}, WIDE)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lines", [1, 3, 4])
 @pytest.mark.parametrize("depth", [1, 10, 384])
 def test_all_row_blocks_ask_for_a_share_of_the_next_panel(lines: int, depth: int) -> None:

@@ -25,7 +25,7 @@ from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products.register_tile import RowSplit, column_pieces
 from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.target import Target
-from tests.support import ir_text
+from tests.support import ir_text, tiers
 from tests.support.native_kernel import NativeKernel
 
 M, N = SymVar("m"), SymVar("n")
@@ -52,7 +52,7 @@ def test_blocks_of_rows_cover_all_rows_and_differ_by_at_most_one(most: int) -> N
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_blocks_of_whole_units_come_in_groups_of_equal_number(together: int) -> None:
     split, block = RowSplit(M, 20, least=10, unit=4, together=together), SymVar("b")
-    for rows in (*range(10, 500), 1_000, 12_345, 99_999):
+    for rows in (*range(10, 500, 1 if tiers.is_exhaustive() else 7), 1_000, 12_345, 99_999):
         groups, in_group = (evaluate(each, {M: rows}) for each in (split.groups, split.in_group))
         count = evaluate(split.count, {M: rows})
         assert count == (groups * in_group if together > 1 else -(-rows // 20)) and in_group <= together
@@ -135,6 +135,7 @@ def erf(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.vectorize(math.erf, otypes=[np.float64])(x)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("feature", LEVELS)
 @pytest.mark.parametrize("epilogue", ["none", "add", "gelu"])
 @pytest.mark.parametrize("columns", [1, 13, 48, 64, 80, 100, 130])

@@ -18,6 +18,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.types import TensorType
 from relaxlite.passes.context import PassContext
 from relaxlite.target import Target
+from tests.support import tiers
 
 TARGETS = ("llvm", "llvm -mcpu=x86-64-v3", "llvm -mcpu=x86-64-v2")
 
@@ -66,7 +67,7 @@ def test_sizes_at_which_the_code_changes(m: int, target: str) -> None:
             assert_same("right", target, m, n, k)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=tiers.examples(60), deadline=None)
 @given(
     kind=st.sampled_from(["right", "batch", "left"]),
     m=st.integers(0, 40),

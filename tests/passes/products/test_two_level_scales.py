@@ -21,7 +21,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
 from relaxlite.ir.ops.block_codes import pack_codes, unpack_codes
 from relaxlite.ir.types import TensorType
-from tests.support import tiny_llm
+from tests.support import tiers, tiny_llm
 from tests.support.block_bytes import random_blocks
 from tests.support.dense_llm import build_dense
 
@@ -48,6 +48,7 @@ def reads(blocks: Blocks, columns: int) -> IRModule:
 # Operands of a checkpoint's weight
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
 @pytest.mark.parametrize(("n", "k"), [(7, 512), (1100, 256)])  # in one piece, and in several
 def test_operands_stand_for_the_same_numbers_bit_for_bit(kind: str, n: int, k: int) -> None:
@@ -155,6 +156,7 @@ def product(blocks: Blocks, depth: int) -> IRModule:
     return bb.module()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", K_FORMATS)
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-6), ("int16", 1e-4), ("int8", 2e-2)])
 @pytest.mark.parametrize("columns", [1, 40, 64])
@@ -194,7 +196,8 @@ def model() -> Checkpoint:
     return replace(plain, weights=weights)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 2e-5), ("int16", 1e-3), (None, 1e-2)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("precision", "tolerance"), tiers.few_rows([(None, 1e-2), ("float32", 2e-5), ("int16", 1e-3)]))
 def test_models_are_those_of_the_same_numbers_in_floats(precision: str | None, tolerance: float) -> None:
     given = model()
     floats = {name: Weight(w.to_float32(), w.shape) for name, w in given.weights.items()}

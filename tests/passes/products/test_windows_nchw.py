@@ -88,6 +88,7 @@ def check_conv(filters: Any, pads: tuple[int, ...], level: str = "host", **attrs
     assert ran >= 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("kernel", "pads", "attrs"), [
     ((3, 3), (1, 1, 1, 1), {}), ((3, 3), (1, 1, 1, 1), {"strides": (2, 2)}), ((5, 5), (2, 2, 2, 2), {}),
@@ -118,6 +119,7 @@ def test_three_dimensions(attrs: dict[str, Any]) -> None:
     check_conv(floats(2, 1, 3, 2, 3), (1, 1, 1, 1, 0, 1), groups=2, **attrs)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint8"])
 @pytest.mark.parametrize(("kernel", "pads", "attrs"), [
     ((3, 3), (1, 1, 1, 1), {"strides": (2, 2)}), ((2, 2), (0, 0, 0, 0), {"strides": (2, 2), "ceil_mode": True}),
@@ -238,6 +240,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.each_value
 @pytest.mark.skipif(sys.platform == "win32", reason="uses mprotect")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("stride", [1, 2])

@@ -215,6 +215,7 @@ def test_results_are_as_exact_as_the_lengths_of_rows_and_columns_allow(
         check(run, rows(count, depth), w)
 
 
+@pytest.mark.each_value
 @both
 @pytest.mark.usefixtures("without_limits")
 @pytest.mark.parametrize(("depth", "columns"), [(5, 3), (6, 16), (16, 17), (49, 40)])

@@ -79,6 +79,7 @@ def test_weights_stay_in_their_bits_and_get_both_ways(kind: str, target: Target)
     assert stored & {"int32", "int8", "uint8", "float16"}
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("without_limits")
 @each_target
 @each_kind

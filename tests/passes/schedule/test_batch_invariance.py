@@ -18,6 +18,7 @@ from relaxlite.ir.expr import Attrs, Constant
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.target import Target
 from tests.frontend.llm.test_gguf import packed
+from tests.support import tiers
 from tests.support.tiny_llm import VOCAB, checkpoint
 
 NATIVE, AVX2, SSE = "llvm", "llvm -mcpu=x86-64-v3", "llvm -mcpu=x86-64-v2"
@@ -67,6 +68,7 @@ def differing(made: Checkpoint, target: str, precision: str) -> list[tuple[int, 
     return found
 
 
+@pytest.mark.each_value("kind", "target", "is_tied")
 @pytest.mark.parametrize(
     ("kind", "target", "is_tied"),
     [
@@ -81,7 +83,8 @@ def test_a_batch_changed_last_bits_of_float_weights(kind: str, target: str, is_t
 
 
 @pytest.mark.parametrize(
-    ("kind", "target"), [("Q4_1", NATIVE), ("Q6_K", NATIVE), ("Q8_0", AVX2), ("Q4_K", AVX2), ("MXFP4", SSE)]
+    ("kind", "target"),
+    tiers.few_rows([("Q6_K", NATIVE), ("Q8_0", AVX2), ("Q4_1", NATIVE), ("Q4_K", AVX2), ("MXFP4", SSE)]),
 )
 def test_a_batch_changed_last_bits_of_blocks_multiplied_in_float(kind: str, target: str) -> None:
     plain = checkpoint(**SHAPE)
@@ -89,7 +92,8 @@ def test_a_batch_changed_last_bits_of_blocks_multiplied_in_float(kind: str, targ
     assert differing(made, target, "float32") == []
 
 
-@pytest.mark.parametrize(("kind", "target"), [("Q4_0", NATIVE), ("Q8_0", AVX2)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "target"), tiers.few_rows([("Q8_0", AVX2), ("Q4_0", NATIVE)]))
 def test_a_batch_changed_last_bits_of_experts(kind: str, target: str) -> None:
     """Whose routers are of floats, one of a single column, and who are given the rows that chose them."""
     plain = checkpoint(**SHAPE, experts=Experts(5, 2, 96, True, 160, True))
@@ -97,6 +101,7 @@ def test_a_batch_changed_last_bits_of_experts(kind: str, target: str) -> None:
     assert differing(replace(plain, weights=weights), target, "auto") == []
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", [NATIVE, AVX2, SSE])
 @pytest.mark.parametrize("depth", [64, 200, 300])
 def test_rows_beside_others_changed_last_bits_of_a_single_column(depth: int, target: str) -> None:

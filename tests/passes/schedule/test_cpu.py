@@ -49,6 +49,7 @@ from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.target import Target
 from tests.ir.ops.test_conformance import sample_module
+from tests.support import tiers
 from tests.support.ir_text import program
 from tests.support.random_programs import (
     COMBINATIONS,
@@ -66,7 +67,7 @@ from tests.support.random_programs import (
 TARGETS = {bits: Target.parse(f"llvm -mcpu=x86-64-v{level}") for bits, level in ((128, 2), (256, 3), (512, 4))}
 SMALL = (0, 1, 2, 5, 9)
 
-random_programs = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+random_programs = settings(max_examples=tiers.examples(80), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def with_body(given: TensorProgram, body: Stmt) -> TensorProgram:
@@ -575,7 +576,7 @@ def fitting(given: TensorProgram, sizes: tuple[int, int]) -> tuple[int, int]:
     return sizes
 
 
-many_programs = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+many_programs = settings(max_examples=tiers.examples(120), deadline=None, suppress_health_check=list(HealthCheck))
 any_size = st.tuples(st.sampled_from(SIZES), st.sampled_from(SIZES))
 any_bits = st.sampled_from(sorted(TARGETS))
 
@@ -713,6 +714,7 @@ ODD = {
 }  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [(1, 1), (5, 3), (9, 17)])
 @pytest.mark.parametrize("name", ODD)
 def test_odd_programs(name: str, size: tuple[int, int]) -> None:
@@ -756,7 +758,7 @@ def test_every_op_keeps_its_signature_when_scheduled() -> None:
     steps = default_pipeline()
     lowering = steps[: [step.name for step in steps].index("schedule")]
     for op in all_ops():
-        for sample in op.samples():
+        for sample in list(op.samples())[: None if tiers.is_exhaustive() else 1]:
             lowered = run_passes(sample_module(op, sample), lowering, PassContext(TARGETS[256]))
             for kernel in lowered.programs().values():
                 made = schedule_program(kernel, TARGETS[256])

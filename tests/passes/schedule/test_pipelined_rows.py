@@ -39,6 +39,7 @@ def scheduled(make: Callable[..., Expr], shape: tuple[int | str, ...], target: T
     return schedule_program(made, target)
 
 
+@pytest.mark.each_value
 @overlaps
 @pytest.mark.parametrize("size", ["m", 144, 200, 1024])
 @pytest.mark.parametrize("name", [name for name in FUSED if "softmax" in name])

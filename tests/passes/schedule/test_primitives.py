@@ -22,6 +22,7 @@ from relaxlite.ir.symbolic import evaluate, sym
 from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.passes.schedule.primitives import Schedule, steps_of
 from relaxlite.target import Target
+from tests.support import tiers
 from tests.support.ir_text import program
 from tests.support.native_kernel import NativeKernel
 from tests.support.random_programs import (
@@ -90,7 +91,7 @@ def scheduled(data: Any, kind: str) -> tuple[TensorProgram, Schedule, tuple[int,
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_accepted_steps_keep_the_meaning(kind: str, data: Any) -> None:
     before, s, sizes = scheduled(data, kind)

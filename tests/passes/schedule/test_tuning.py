@@ -23,10 +23,12 @@ from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.program_verifier import verify_program
 from relaxlite.ir.symbolic import syms
 from relaxlite.passes.products.choice import DEFAULT, ScheduleChoice, axes
+from relaxlite.passes.products.strategy_table import ALTERNATIVES
 from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.passes.schedule.tuning import TunedProgram, Tuning, program_key
 from relaxlite.target import Target
 from tests.support import onnx_models as om
+from tests.support import tiers
 from tests.support.random_programs import MAX_WORK, SIZES, assert_same_program, products, reductions, work_of
 
 HOST = Target.host()
@@ -74,10 +76,18 @@ def test_a_choice_that_no_rule_knows_is_refused(values: dict[str, object]) -> No
         ScheduleChoice.from_dict(values)
 
 
+def test_a_strategy_that_no_table_has_is_refused(tmp_path: Path) -> None:
+    entry = TunedProgram("p", ScheduleChoice(strategy="blocked_magic"), (), (), (), 1)
+    file = tmp_path / "tuning.json"
+    Tuning({"llvm": {"key": entry}}).save(file)
+    with pytest.raises(InvalidArgumentError, match="there is no strategy 'blocked_magic'; there are window_nhwc"):
+        Tuning.load(file)
+
+
 @pytest.mark.parametrize("registers", [16, 32])
 def test_there_are_tens_of_alternatives_and_tiles_fit_the_registers(registers: int) -> None:
-    found = [choice for axis in axes(registers) for choice in axis]
-    assert 15 <= len(found) <= 60 and len(set(found)) == len(found) and DEFAULT not in found
+    found = [choice for axis in axes(registers, ALTERNATIVES) for choice in axis]
+    assert 15 <= len(found) <= 72 and len(set(found)) == len(found) and DEFAULT not in found
     assert all(c.rows * c.vectors < registers for c in found if c.rows and c.vectors)
 
 
@@ -88,10 +98,11 @@ choices = st.builds(
     sums=st.none() | st.integers(1, 24),
     outer=st.sampled_from([None, "rows", "columns"]),
     partial_sums=st.none() | st.integers(1, 8),
+    strategy=st.sampled_from([None, *ALTERNATIVES]),
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=tiers.examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(products() | reductions(), choices, st.tuples(st.sampled_from(SIZES), st.sampled_from(SIZES)))
 def test_no_choice_changes_what_a_program_computes(
     program: TensorProgram, choice: ScheduleChoice, sizes: tuple[int, int]
@@ -233,7 +244,7 @@ def prefers(monkeypatch: pytest.MonkeyPatch, cost: Callable[[ScheduleChoice], fl
     """Let the choices take so many seconds, and be fewer; gives the list of those that are measured."""
     measured: list[ScheduleChoice] = []
     tiles = tuple(ScheduleChoice(rows=rows, vectors=vectors) for vectors in (1, 2) for rows in (3, 4, 8))
-    monkeypatch.setattr(tuner, "axes", lambda registers: (tiles, (ScheduleChoice(outer="rows"),)))
+    monkeypatch.setattr(tuner, "axes", lambda registers, strategies: (tiles, (ScheduleChoice(outer="rows"),)))
 
     def measure(contender: tuner._Contender) -> None:
         measured.append(contender.choice)

@@ -1,4 +1,4 @@
-"""Padding of convolutions and pools: `pads` and `auto_pad`, as begins and then ends of the spatial dimensions."""
+"""Padding of convolutions and pools, from `pads` and `auto_pad`: begins, then ends, of the spatial dimensions."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ Shape = tuple[SymExpr, ...]
 def window_pads(
     n: Node, sizes: Shape, kernel: Sequence[SymExpr | int], strides: Sequence[int], dilations: Sequence[int]
 ) -> Shape:
-    """The padding that a node means. "SAME": as much as makes the result ceil(size / stride)."""
-    mode, given = auto_pad(n), n.ints("pads", None)
+    """Return a node's padding, 2 * len(sizes) values. "SAME": the padding for results of ceil(size / stride)."""
+    mode, pads = auto_pad(n), n.ints("pads", None)
     count = len(sizes)
     if mode in ("SAME_UPPER", "SAME_LOWER"):
         pairs = [
             _same(*args, upper=mode == "SAME_UPPER") for args in zip(sizes, kernel, strides, dilations, strict=True)
         ]
         return tuple(p for p, _ in pairs) + tuple(p for _, p in pairs)
-    if mode == "VALID" or given is None:
+    if mode == "VALID" or pads is None:
         return (sym(0),) * (2 * count)
-    if len(given) != 2 * count:
-        n.fail(f"attribute 'pads' must have {2 * count} values for {count} spatial dimensions, got {len(given)}")
-    return tuple(sym(p) for p in given)
+    if len(pads) != 2 * count:
+        n.fail(f"attribute 'pads' must have {2 * count} values for {count} spatial dimensions, got {len(pads)}")
+    return tuple(sym(p) for p in pads)
 
 
 def auto_pad(n: Node) -> str:
+    """Return the attribute `auto_pad`, NOTSET by default. Raises ImportModelError for an unknown mode."""
     mode = n.text("auto_pad", "NOTSET") or "NOTSET"
     if mode not in ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"):
         n.fail(f"attribute 'auto_pad' must be NOTSET, VALID, SAME_UPPER or SAME_LOWER, not {mode!r}")
@@ -44,6 +45,6 @@ def _same(size: SymExpr, kernel: SymExpr | int, stride: int, dilation: int, *, u
 
 
 def split_padding(total: SymExpr, *, more_at_end: bool) -> tuple[SymExpr, SymExpr]:
-    """(begin, end) of a total; of an odd one, the end or the begin gets one more."""
+    """Split a total into (begin, end); if it is odd, the end or the begin gets one more."""
     half = total // 2
     return (half, total - half) if more_at_end else (total - half, half)

@@ -1,4 +1,4 @@
-"""The views of relaxlite inspect that show the compiler at work. Imports it."""
+"""Views of relaxlite inspect that show the IR and the decisions of passes. Imports the compiler."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule.primitives import steps_of
 
 
-def show_inside(args: argparse.Namespace) -> None:
-    """--ir, --after PASS, --notes or --schedules."""
+def show_ir_view(args: argparse.Namespace) -> None:
+    """Print the view that --ir, --after PASS, --notes or --schedules asks for."""
     name = "schedule" if args.schedules else args.after
     last = find_pass(name) if name else None
     context = make_context(args)
@@ -33,7 +33,7 @@ def show_inside(args: argparse.Namespace) -> None:
 
 
 def _show_schedules(module: IRModule) -> None:
-    """For each program its shapes and the steps of its schedule; `--after schedule` shows them above the loops."""
+    """Print the shapes and the schedule of each program, as `--after schedule` also shows them above the loops."""
     for name, program in module.programs().items():
         shapes = [f"{b.name}: {b.dtype}[{', '.join(map(str, b.shape))}]" for b in program.params]
         print(f"{name}({', '.join(shapes)})")
