@@ -348,7 +348,7 @@ def validate_values(data: ExecutableData) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What functions may refer to: kernels, the number of constants, and the number of inputs of each entry."""
+    """Definitions that functions may refer to: kernels, number of constants, number of inputs of each entry."""
 
     kernels: Mapping[str, KernelInfo]
     constants: int

@@ -82,8 +82,8 @@ class HostFunction:
     """The loaded host function of an entry. Thread-safe: each concurrent call has its own frame."""
 
     def __init__(self, entry: Entry, kernels: Sequence[int], constants: Constants, *, poison: bool) -> None:
-        """`kernels`: addresses, in the order of the executable's kernels; `poison`: fill fresh memory with 0xFF
-        bytes."""
+        """Load the code. `kernels`: addresses, in the order of the executable's kernels; `poison`: fill fresh memory
+        with 0xFF bytes."""
         code, signature = entry.host, entry.signature
         layout = FrameLayout.of(signature)
         exports = (PREPARE, RUN, FINISH)

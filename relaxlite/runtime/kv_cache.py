@@ -95,7 +95,8 @@ class StepInputs(NamedTuple):
 
 
 class StatefulInputs(NamedTuple):
-    """`StepInputs` of a model with states, and spans int64 [b, 4] of the sequences (ir/ops/delta_rule.py)."""
+    """Model inputs of a step with states: `StepInputs`, and spans int64 [b, 4] of the sequences
+    (ir/ops/delta_rule.py)."""
 
     positions: Array
     slots: Array

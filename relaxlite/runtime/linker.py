@@ -1,4 +1,4 @@
-"""In-process linker of relocatable x86-64 Linux objects, which makes LLVM unnecessary at run time.
+"""Linker of relocatable x86-64 Linux objects into this process, which makes LLVM unnecessary at run time.
 
 All objects of a library are laid out in one block of memory: code, read-only data, writable data. External symbols may
 be outside of the 2 GB range of an instruction, so calls of these go through a stub, a jump to the address in an entry

@@ -1,4 +1,4 @@
-"""`Executable`: a compiled model, called with arrays.
+"""User interface of compiled models: `Executable`, which is called with arrays.
 
 exe = load("model.rlx")
 print(exe.inputs)                     # names, dtypes, symbolic shapes, bounds

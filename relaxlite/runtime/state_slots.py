@@ -51,8 +51,8 @@ class StateSlots:
     """Allocator of state slots. Not thread-safe; KeyboardInterrupt may leak slots, which `count_again` reclaims."""
 
     def __init__(self, count: int, make: Callable[[int, int], Array], may_grow: Callable[[int], bool]) -> None:
-        """`count`: number of pools; `make(pool, slots)` allocates a pool, `may_grow(slots)`: whether that many slots
-        fit."""
+        """Create empty pools. `count`: number of pools; `make(pool, slots)` allocates a pool, `may_grow(slots)`:
+        whether that many slots fit."""
         self._make, self._may_grow = make, may_grow
         self.pools = [make(k, 0) for k in range(count)]
         self._references: list[int] = []

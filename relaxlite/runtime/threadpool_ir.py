@@ -308,7 +308,7 @@ $relax_declaration
 """)
 
 # Each of the three defines block_while(address, value), which sleeps while the word there equals the value, and may
-# return early; wake(address, count), which wakes at least `count` sleepers; reset_waiting(), which forgets all sleepers.
+# return early; wake(address, count), which wakes at least `count` sleepers; reset_waiting(), which forgets sleepers.
 _WAIT_IR: dict[WaitKind, Template] = {
     "futex": Template("""
 declare i64 @syscall(i64, ...)

@@ -100,12 +100,12 @@ class Kernel:
 
     @contextmanager
     def masked(self, cond: Val, *, some_active: bool = False) -> Iterator[None]:
-        """`active` for code that may not run: known loads and values are restored afterwards."""
+        """Enter `active` for code that may not run: known loads and values are restored afterwards."""
         with self.active(cond, some_active=some_active), self.branch():
             yield
 
     def when_active(self, cond: Val) -> Val:
-        """`cond` in active lanes, false in inactive ones."""
+        """Emit `cond` in active lanes and false in inactive ones."""
         return cond if self.mask is None else self.e.binary("and", self.mask, cond, "mask")
 
     def stack_array(self, name: str, elem: str, count: int) -> Val:

@@ -213,7 +213,7 @@ class Emitter:
     def if_values(
         self, cond: Val, then: Callable[[], tuple[Val, ...]], other: Callable[[], tuple[Val, ...]], hint: str
     ) -> tuple[Val, ...]:
-        """`if_value` for several values."""
+        """Emit `if_value` for several values."""
         labels = [self.fresh(f"{hint}_{part}") for part in ("then", "else", "done")]
         self.branch_if(cond, labels[0], labels[1])
         ends: list[tuple[tuple[Val, ...], str, Lines]] = []

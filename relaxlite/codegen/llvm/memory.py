@@ -82,7 +82,7 @@ def _key(k: Kernel, access: Access) -> LoadKey:
 
 
 def _transpose_on_load(k: Kernel, access: Access) -> None:
-    """Where a column of a square tile is loaded whose rows are in registers, transpose all of it in registers."""
+    """Transpose a square tile in registers, where a column of it is loaded and all its rows are in registers."""
     lanes, base = k.lanes, as_int(access.base)
     is_column = access.stride is not None and as_int(access.stride) == lanes and k.mask is None
     if not is_column or base is None or access.buffer.shape != (lanes, lanes):
