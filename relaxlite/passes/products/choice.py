@@ -70,7 +70,7 @@ def _is_valid(name: str, value: object) -> bool:
 
 
 def _known_text() -> str:
-    texts = [f"{name} ({' or '.join(values) or f'1 to {_LARGEST}'})" for name, values in _KNOWN.items()]
+    texts = [f"{name} ({' or '.join(values) or f'1 to {_MAX_VALUE}'})" for name, values in _KNOWN.items()]
     return ", ".join(texts)
 
 

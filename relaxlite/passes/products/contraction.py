@@ -23,9 +23,9 @@ from relaxlite.records import dataclass
 _ANALYZER = Analyzer()
 
 Form = Literal["matmul", "transposed", "convolution", "window", "winograd"]
-"""Form of the loops of a contraction. "matmul": w[k, j] lies along the columns; "transposed": w[j, k] lies along the depth;
-"convolution": positions of an image share filters; "window": each channel has a window of its own; "winograd": a step
-of the sum is several products of sums."""
+"""Form of the loops of a contraction. "matmul": w[k, j] lies along the columns; "transposed": w[j, k] lies along the
+depth; "convolution": positions of an image share filters; "window": each channel has a window of its own; "winograd":
+a step of the sum is several products of sums."""
 
 
 @dataclass(frozen=True, slots=True)
