@@ -33,5 +33,5 @@ def strategy_for(sites: Sequence[CallSite], ways: Sequence[WeightStrategy]) -> W
 
 
 def strategies_fit_for(site: CallSite, ways: Sequence[WeightStrategy]) -> tuple[str, ...]:
-    """Return the names of the strategies whose requirements a call's program and weights meet."""
+    """Return the names of the strategies that the products of a call may take, if these are many enough to pay."""
     return tuple(strategy.name for strategy in ways if is_fit(strategy, site.program, site.call.args))
