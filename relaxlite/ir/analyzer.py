@@ -29,23 +29,24 @@ from typing import Any, TypeVar
 
 from relaxlite.ir import intervals
 from relaxlite.ir.elimination import (
-    constant_facts,
-    define,
+    bound_facts,
+    clear_quotient,
+    compare_factors,
+    derive_definition_facts,
+    divide_common_factor,
     eliminate,
     find_extremum,
-    match_factors,
     occurs,
     replace_atom,
     tighten,
-    without_common_factor,
-    without_quotient,
 )
 from relaxlite.ir.intervals import ONE, UNBOUNDED, Interval, add, intersect, is_nonneg, multiply, scale
 from relaxlite.ir.samples import has_counterexample
 from relaxlite.ir.samples import sample_values as sample_values
-from relaxlite.ir.simplify import Residue, apply_rules, without_mod
+from relaxlite.ir.simplify import Residue, apply_rules, expand_mod
 from relaxlite.ir.symbolic import (
     Atom,
+    BinaryAtom,
     Division,
     Extremum,
     FloorDiv,
@@ -54,14 +55,13 @@ from relaxlite.ir.symbolic import (
     Max,
     Min,
     Monomial,
-    Pair,
     SymExpr,
     SymVar,
     divide_monomial,
+    extremum_operands,
     floordiv,
     floormod,
     monomial_expr,
-    operands,
     sym,
 )
 
@@ -134,7 +134,7 @@ class Analyzer:
                 new._equal[left] = new.simplify(right)
                 new._clear_memo()
         new._derive_divisors(atom, rest)
-        new._add_facts(*self._facts, *constant_facts(atom, self), *self.meaning(atom))
+        new._add_facts(*self._facts, *bound_facts(atom, self), *self.definition_facts(atom))
         return new
 
     def _derive_divisors(self, atom: SymExpr, rest: SymExpr) -> None:
@@ -200,7 +200,7 @@ class Analyzer:
         simple = self.simplify(difference)
         if simple.is_const:
             return simple.const == 0
-        if self.simplify(without_mod(simple)) == 0:
+        if self.simplify(expand_mod(simple)) == 0:
             return True
         return self.can_prove_nonneg(simple) and self.can_prove_nonneg(-simple)
 
@@ -236,7 +236,7 @@ class Analyzer:
         expr = sym(e)
         return self._memoize("simplify", expr, expr, lambda: apply_rules(expr, self))
 
-    def atom_rule(self, rule: Callable[[SymExpr, Any], SymExpr], atom: SymExpr) -> SymExpr:
+    def apply_atom_rule(self, rule: Callable[[SymExpr, Any], SymExpr], atom: SymExpr) -> SymExpr:
         """Apply a rule of ir/simplify.py to an atom, memoized because many expressions share atoms."""
         key = (rule.__name__, atom)
         result: SymExpr | None = self._memo.get(key)
@@ -251,21 +251,21 @@ class Analyzer:
         """Expression that an assumed equality substitutes for the atom; None without such an equality."""
         return self._equal.get(atom)
 
-    def assumed(self, atom: SymExpr) -> tuple[SymExpr, ...]:
+    def assumed_facts(self, atom: SymExpr) -> tuple[SymExpr, ...]:
         """Facts, each >= 0, with a monomial whose first atom is `atom`."""
         return self._index.get(atom, ())
 
-    def meaning(self, atom: SymExpr) -> tuple[SymExpr, ...]:
+    def definition_facts(self, atom: SymExpr) -> tuple[SymExpr, ...]:
         """Facts, each >= 0, by the definition of the atom (floor division, remainder, min, max)."""
         if isinstance(atom, SymVar):
             return ()
-        return self._memoize("meaning", atom, (), lambda: tuple(define(atom, self)))
+        return self._memoize("meaning", atom, (), lambda: tuple(derive_definition_facts(atom, self)))
 
     def depth(self, atom: SymExpr) -> int:
         """Nesting depth: greater than that of every atom in its range or operands. Elimination starts innermost."""
         if isinstance(atom, SymVar):
             return self._depths.get(atom, 0)
-        assert isinstance(atom, Pair)
+        assert isinstance(atom, BinaryAtom)
         return self._memoize("depth", atom, 0, lambda: 1 + self._max_depth(atom.a, atom.b))
 
     def _max_depth(self, *exprs: SymExpr) -> int:
@@ -312,7 +312,7 @@ class Analyzer:
                 None if lower is None else -(-lower // step) * step,
                 None if upper is None else upper // step * step,
             )
-        assert isinstance(atom, Pair)
+        assert isinstance(atom, BinaryAtom)
         return _ATOM_INTERVALS[type(atom)](self.interval(atom.a), self.interval(atom.b))
 
     def _atom_residue(self, atom: SymExpr) -> Residue:
@@ -345,10 +345,10 @@ class Analyzer:
 
     def _prove_nonneg(self, expr: SymExpr) -> bool:
         simple = tighten(self.simplify(expr))
-        zeros = [left - right for left, right in self._equal.items() if isinstance(left, Pair)]
+        zeros = [left - right for left, right in self._equal.items() if isinstance(left, BinaryAtom)]
         if has_counterexample(simple, self._facts, zeros, self._domain):
             return False
-        common, quotient = without_common_factor(simple, self)
+        common, quotient = divide_common_factor(simple, self)
         if common:
             if self.can_prove_nonneg(quotient):
                 return True
@@ -356,9 +356,9 @@ class Analyzer:
                 return False  # the factor is unrelated to the quotient and cannot help
         if is_nonneg((self._lower_bound(simple, 0, _MAX_CASES), None)):
             return True
-        if any(all(map(self.can_prove_nonneg, conditions)) for conditions in match_factors(simple, self)):
+        if any(all(map(self.can_prove_nonneg, conditions)) for conditions in compare_factors(simple, self)):
             return True
-        return any(self.can_prove_nonneg(equivalent) for equivalent in without_quotient(simple, self))
+        return any(self.can_prove_nonneg(equivalent) for equivalent in clear_quotient(simple, self))
 
     def _is_independent(self, monomial: Monomial, expr: SymExpr) -> bool:
         """Whether the monomial shares no variable with the expression or a fact."""
@@ -372,7 +372,7 @@ class Analyzer:
         if extremum is None or (goal is not None and result is not None and result >= goal):
             return result
         case_bounds = []
-        for operand in operands(extremum):
+        for operand in extremum_operands(extremum):
             branch = self._assume_extreme(extremum, operand)
             bound = branch._lower_bound(branch.simplify(replace_atom(expr, extremum, operand)), goal, cases - 1)
             if bound is None or (goal is not None and bound < goal):
@@ -382,7 +382,7 @@ class Analyzer:
 
     def _assume_extreme(self, extremum: Min | Max, operand: SymExpr) -> Analyzer:
         """Assume that the min or max is this operand. With more than two operands, no facts are added: too costly."""
-        rivals = [rival for rival in operands(extremum) if rival is not operand]
+        rivals = [rival for rival in extremum_operands(extremum) if rival is not operand]
         if len(rivals) > 1:
             return self
         low, high = (operand, rivals[0]) if isinstance(extremum, Min) else (rivals[0], operand)
@@ -404,7 +404,7 @@ class Analyzer:
         self._intervals.clear()
 
 
-_ATOM_INTERVALS: dict[type[Pair], Callable[[Interval, Interval], Interval]] = {
+_ATOM_INTERVALS: dict[type[BinaryAtom], Callable[[Interval, Interval], Interval]] = {
     FloorDiv: intervals.floordiv,
     FloorMod: intervals.floormod,
     Min: intervals.minimum,

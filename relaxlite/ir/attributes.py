@@ -22,6 +22,7 @@ COMPOSITE: Final = "composite"
 DONATED: Final = "donated"
 EXPORTED: Final = "exported"
 INPUT_NAMES: Final = "input_names"
+NARROW_TYPES: Final = "narrow_types"
 OUTPUT_NAMES: Final = "output_names"
 RELAXED_PRECISION: Final = "relaxed_precision"
 
@@ -67,6 +68,10 @@ _PAIRS = ValueKind(
     _all(lambda pair: _INTS.accepts(pair) and len(pair) == 2),  # type: ignore[arg-type]
 )
 _NAMES = ValueKind("a tuple of strings", _all(lambda name: isinstance(name, str)))
+_NAME_PAIRS = ValueKind(
+    "a tuple of pairs of strings",
+    _all(lambda pair: _NAMES.accepts(pair) and len(pair) == 2),  # type: ignore[arg-type]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute(DONATED, "function", _INTS, "Parameters whose memory the function takes over."),
     Attribute(EXPORTED, "function", _FLAG, 'Callers of the compiled model may run it, as they run "main".'),
     Attribute(INPUT_NAMES, "function", _NAMES, "Names of the parameters, as callers know them."),
+    Attribute(NARROW_TYPES, "function", _NAME_PAIRS, "(input or output, the ONNX type whose bits it carries)."),
     Attribute(OUTPUT_NAMES, "function", _NAMES, "Names of the results, as callers know them."),
     Attribute(RELAXED_PRECISION, "function", _FLAG, "Its products may round more than those of other functions."),
     Attribute(CHECKED, "program", _FLAG, "Integer arithmetic is tested for overflow: it computes sizes."),

@@ -95,11 +95,11 @@ class BlockBuilder:
     def function(self, name: str, /, attrs: Attrs = NO_ATTRS, **params: Type) -> Iterator[tuple[Var, ...]]:
         """Build a function with new parameters of these types; end its body with `result`."""
         variables = tuple(Var(self.unique_name(p), ty) for p, ty in params.items())
-        with self.function_of(name, variables, attrs):
+        with self.function_with_params(name, variables, attrs):
             yield variables
 
     @contextmanager
-    def function_of(self, name: str, params: tuple[Var, ...], attrs: Attrs = NO_ATTRS) -> Iterator[None]:
+    def function_with_params(self, name: str, params: tuple[Var, ...], attrs: Attrs = NO_ATTRS) -> Iterator[None]:
         """Build a function with existing parameters; end its body with `result`."""
         with self.body() as scope:
             yield
@@ -210,13 +210,13 @@ class BlockBuilder:
             return TupleGetItem(self.leaf(expr.value), expr.index)
         return expr
 
-    def definition(self, var: Var) -> Expr | None:
+    def bound_value(self, var: Var) -> Expr | None:
         """Expression that `emit` bound to the variable; None for any other variable."""
         return self._values.get(var)
 
     # symbolic values
 
-    def learn(self, var: Var, values: Array | None) -> None:
+    def set_known_value(self, var: Var, values: Array | None) -> None:
         """Set the symbolic elements of a variable, such as symbols that a MatchShape binds; None removes them."""
         if values is None:
             self._known.pop(var, None)

@@ -2,7 +2,7 @@
 
 To bound e from below, cancel an unbounded term by a fact f >= 0 with the same term: for k, c > 0 and a product m >= 0
 of atoms, e' = k*e - c*m*f satisfies k*e >= e'. So n*4 - i*4 becomes 4 by n - 1 - i >= 0.
-Facts are assumptions, ranges, and the definitions of floor division, remainder, min and max. The search is
+EliminationFacts are assumptions, ranges, and the definitions of floor division, remainder, min and max. The search is
 breadth-first and bounded.
 """
 
@@ -17,8 +17,9 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from relaxlite.ir.intervals import Interval, is_nonneg, scale_down
-from relaxlite.ir.simplify import Residue, rebuild, without_mod
+from relaxlite.ir.simplify import Residue, expand_mod, try_rebuild_atom
 from relaxlite.ir.symbolic import (
+    BinaryAtom,
     Division,
     Extremum,
     FloorDiv,
@@ -26,14 +27,13 @@ from relaxlite.ir.symbolic import (
     Max,
     Min,
     Monomial,
-    Pair,
     SymExpr,
     divide_monomial,
+    extremum_operands,
     floordiv,
     floormod,
     map_atoms,
     monomial_expr,
-    operands,
     sym,
 )
 
@@ -42,23 +42,23 @@ _MAX_RELAXATIONS = 120  # expressions that one elimination derives
 _MAX_PAIRINGS = 6  # pairings of the factors of two products
 
 
-class Facts(Protocol):
+class EliminationFacts(Protocol):
     """Queries of elimination, implemented by the Analyzer."""
 
     def interval(self, expr: SymExpr) -> Interval: ...
     def monomial_interval(self, monomial: Monomial) -> Interval: ...
     def residue(self, expr: SymExpr) -> Residue: ...
     def replacement(self, atom: SymExpr) -> SymExpr | None: ...
-    def assumed(self, atom: SymExpr) -> tuple[SymExpr, ...]: ...
-    def meaning(self, atom: SymExpr) -> tuple[SymExpr, ...]: ...
+    def assumed_facts(self, atom: SymExpr) -> tuple[SymExpr, ...]: ...
+    def definition_facts(self, atom: SymExpr) -> tuple[SymExpr, ...]: ...
     def depth(self, atom: SymExpr) -> int: ...
 
 
-def eliminate(expr: SymExpr, goal: int | None, facts: Facts) -> int | None:
+def eliminate(expr: SymExpr, goal: int | None, facts: EliminationFacts) -> int | None:
     """Largest constant c proven with expr >= c, or None. Stops at the first c >= `goal`."""
     best: int | None = None
     modulus, rest = facts.residue(expr)
-    nodes = [(form, 1) for form in dict.fromkeys((expr, without_mod(expr)))]
+    nodes = [(form, 1) for form in dict.fromkeys((expr, expand_mod(expr)))]
     seen = {node for node, _ in nodes}
     budget = iter(range(_MAX_RELAXATIONS))
     for node, factor in nodes:  # grows; expr*factor >= node
@@ -77,16 +77,16 @@ def eliminate(expr: SymExpr, goal: int | None, facts: Facts) -> int | None:
     return best
 
 
-def _relaxations(node: SymExpr, facts: Facts) -> Iterator[tuple[SymExpr, int]]:
+def _relaxations(node: SymExpr, facts: EliminationFacts) -> Iterator[tuple[SymExpr, int]]:
     """Relax `node` by one fact: yields (new, k) with node*k >= new."""
     coefs = dict(node.terms)
-    definitions = [fact for monomial in coefs for atom in monomial for fact in facts.meaning(atom)]
+    definitions = [fact for monomial in coefs for atom in monomial for fact in facts.definition_facts(atom)]
     first, targets = _targets(node, facts)
     for monomial in targets:
         sign = 1 if coefs[monomial] > 0 else -1
-        candidates = definitions + [fact for atom in monomial for fact in facts.assumed(atom)]
+        candidates = definitions + [fact for atom in monomial for fact in facts.assumed_facts(atom)]
         if len(monomial) > 1:
-            candidates += [fact for atom in monomial for fact in constant_facts(atom, facts)]
+            candidates += [fact for atom in monomial for fact in bound_facts(atom, facts)]
             candidates += [x * x + s * x for x in monomial if monomial.count(x) > 1 for s in (1, -1)]
         for fact in dict.fromkeys(candidates):
             for part, fact_coef in fact.terms:
@@ -108,7 +108,7 @@ def _cancel(
             yield node * k - fact * (abs(coefs[monomial]) // common), k
 
 
-def _targets(node: SymExpr, facts: Facts) -> tuple[Monomial | None, Iterable[Monomial]]:
+def _targets(node: SymExpr, facts: EliminationFacts) -> tuple[Monomial | None, Iterable[Monomial]]:
     """Terms to cancel: (first, targets).
 
     `first` is a term without a lower bound, or None if all terms are bounded. `targets` are `first`, its multiples, and
@@ -126,7 +126,7 @@ def _targets(node: SymExpr, facts: Facts) -> tuple[Monomial | None, Iterable[Mon
     return first, [m for m in monomials if m is innermost or divide_monomial(m, first) is not None]
 
 
-def constant_facts(atom: SymExpr, facts: Facts) -> Iterator[SymExpr]:
+def bound_facts(atom: SymExpr, facts: EliminationFacts) -> Iterator[SymExpr]:
     """Facts, each >= 0, by the constant bounds of the atom."""
     low, high = facts.monomial_interval((atom,))
     if low is not None:
@@ -135,11 +135,11 @@ def constant_facts(atom: SymExpr, facts: Facts) -> Iterator[SymExpr]:
         yield high - atom
 
 
-def define(atom: SymExpr, facts: Facts) -> Iterator[SymExpr]:
+def derive_definition_facts(atom: SymExpr, facts: EliminationFacts) -> Iterator[SymExpr]:
     """Facts, each >= 0, by the definition of the atom."""
     if isinstance(atom, Extremum):
         sign = 1 if isinstance(atom, Max) else -1
-        yield from ((atom - operand) * sign for operand in operands(atom))
+        yield from ((atom - operand) * sign for operand in extremum_operands(atom))
     elif isinstance(atom, Division) and is_nonneg(facts.interval(atom.b)):
         low, high = _remainder_bounds(atom.a, atom.b, facts)
         remainder = atom.a - atom * atom.b if isinstance(atom, FloorDiv) else atom
@@ -148,7 +148,7 @@ def define(atom: SymExpr, facts: Facts) -> Iterator[SymExpr]:
             yield atom.a - atom
 
 
-def _remainder_bounds(a: SymExpr, b: SymExpr, facts: Facts) -> tuple[IntLike, IntLike]:
+def _remainder_bounds(a: SymExpr, b: SymExpr, facts: EliminationFacts) -> tuple[IntLike, IntLike]:
     """Inclusive bounds of a % b for b > 0."""
     if not b.is_const:
         return 0, b - 1
@@ -160,7 +160,7 @@ def _remainder_bounds(a: SymExpr, b: SymExpr, facts: Facts) -> tuple[IntLike, In
     return rest % modulus, b - modulus + rest % modulus
 
 
-def without_common_factor(expr: SymExpr, facts: Facts) -> tuple[Monomial, SymExpr]:
+def divide_common_factor(expr: SymExpr, facts: EliminationFacts) -> tuple[Monomial, SymExpr]:
     """Factor out a common monomial f >= 0: (f, q) with expr == f*q, so that q >= 0 implies expr >= 0.
 
     Example: b*s*x - b*s*y gives b*s and x - y. f is () if there is no such factor.
@@ -171,7 +171,7 @@ def without_common_factor(expr: SymExpr, facts: Facts) -> tuple[Monomial, SymExp
     return common, sum((monomial_expr(divide_monomial(m, common) or (), c) for m, c in expr.terms), sym(0))
 
 
-def match_factors(expr: SymExpr, facts: Facts) -> Iterator[list[SymExpr]]:
+def compare_factors(expr: SymExpr, facts: EliminationFacts) -> Iterator[list[SymExpr]]:
     """Sufficient conditions for c*x*y - d*u*v >= 0 with c >= d > 0, u >= 0 and v >= 0.
 
     Yields one list per pairing of the factors, such as [x - u, y - v]; if all of a list are >= 0, so is the expression.
@@ -186,7 +186,7 @@ def match_factors(expr: SymExpr, facts: Facts) -> Iterator[list[SymExpr]]:
         yield [x - u for x, u in zip(chosen, small, strict=True)] + [x - 1 for x in unpaired.elements()]
 
 
-def without_quotient(expr: SymExpr, facts: Facts) -> Iterator[SymExpr]:
+def clear_quotient(expr: SymExpr, facts: EliminationFacts) -> Iterator[SymExpr]:
     """Equivalent claims without a quotient: a // b <= x if and only if a < b*(x + 1); a // b >= x iff a >= b*x."""
     for monomial, coef in expr.terms:
         q = monomial[0]
@@ -214,12 +214,12 @@ def tighten(expr: SymExpr) -> SymExpr:
 def occurs(atom: SymExpr, expr: SymExpr) -> bool:
     """Whether `expr` contains the atom, at any depth."""
     atoms = [factor for monomial, _ in expr.terms for factor in monomial]
-    return any(x is atom or (isinstance(x, Pair) and (occurs(atom, x.a) or occurs(atom, x.b))) for x in atoms)
+    return any(x is atom or (isinstance(x, BinaryAtom) and (occurs(atom, x.a) or occurs(atom, x.b))) for x in atoms)
 
 
 def find_extremum(expr: SymExpr) -> Min | Max | None:
     """Select a min or max for a case distinction: first one whose definition gives no lower bound of the expression."""
-    atoms = [(atom, coef) for monomial, coef in expr.terms for atom in monomial if isinstance(atom, Pair)]
+    atoms = [(atom, coef) for monomial, coef in expr.terms for atom in monomial if isinstance(atom, BinaryAtom)]
     for atom, coef in atoms:
         if isinstance(atom, Min if coef > 0 else Max):
             return atom
@@ -234,8 +234,8 @@ def replace_atom(expr: SymExpr, atom: SymExpr, new: SymExpr) -> SymExpr:
     """Replace an atom at any depth."""
 
     def change(candidate: SymExpr) -> SymExpr:
-        if candidate is atom or not isinstance(candidate, Pair):
+        if candidate is atom or not isinstance(candidate, BinaryAtom):
             return new if candidate is atom else candidate
-        return rebuild(candidate, replace_atom(candidate.a, atom, new), replace_atom(candidate.b, atom, new))
+        return try_rebuild_atom(candidate, replace_atom(candidate.a, atom, new), replace_atom(candidate.b, atom, new))
 
     return map_atoms(expr, change)

@@ -21,9 +21,9 @@ from relaxlite import dtypes
 from relaxlite.ir import program as nodes
 from relaxlite.ir.expr import Attrs
 from relaxlite.ir.program import Buffer, TensorProgram
-from relaxlite.ir.symbolic import PAIR_MAKERS, Pair, SymExpr, SymVar, from_terms
+from relaxlite.ir.symbolic import ATOM_CONSTRUCTORS, BinaryAtom, SymExpr, SymVar, from_terms
 
-_ATOM_CONSTRUCTORS = {kind.__name__: make for kind, make in PAIR_MAKERS.items()}
+_ATOM_CONSTRUCTORS = {kind.__name__: make for kind, make in ATOM_CONSTRUCTORS.items()}
 _MARSHAL = 2  # latest marshal version in which equal values have equal bytes
 _IGNORED_FIELDS = {(Buffer, "name")}
 
@@ -186,7 +186,7 @@ class _Encoder:
             if isinstance(expr, SymVar):
                 facts = ([expr.lower], [expr.upper], [expr.divisor])
                 number = self._add(("SymVar", *facts) if self._is_identity else ("SymVar", expr.name, *facts))
-            elif isinstance(expr, Pair):
+            elif isinstance(expr, BinaryAtom):
                 number = self._add((type(expr).__name__, self.expr(expr.a), self.expr(expr.b)))
             else:
                 terms = tuple([(coef, *map(self.expr, monomial)) for monomial, coef in expr.terms])

@@ -32,13 +32,13 @@ from relaxlite.ir.expr import (
     Var,
 )
 from relaxlite.ir.op import Op, all_ops, get_op
-from relaxlite.ir.reader import Arguments, Reader, is_call
+from relaxlite.ir.parser_base import CallArguments, ParserBase, is_call
 from relaxlite.ir.types import UNIT, TensorType, Type
 
 _NOT_BINDING = "expected `y: Tensor(...) = op(x)`, a call, `y: T` before an `if`, @loop, or a `with` block"
 
 
-class FunctionParser(Reader):
+class FunctionParser(ParserBase):
     """Parser of one function. `scope` maps names to variables and symbols; `names` maps identifiers to definitions."""
 
     def __init__(
@@ -262,7 +262,7 @@ class FunctionParser(Reader):
             self.fail(node, "a call inside another expression must be bound to a variable first, or say its ty=...")
         return Call(callee, args, attrs, sym_args, self.type(ty) if ty is not None else default or UNIT, loc)
 
-    def _callee(self, node: ast.Call, arguments: Arguments) -> GlobalVar | Var:
+    def _callee(self, node: ast.Call, arguments: CallArguments) -> GlobalVar | Var:
         if arguments.positional:
             callee = self._value(arguments.positional.pop(0), None)
             if isinstance(callee, GlobalVar | Var):

@@ -17,7 +17,7 @@ class _Reference(weakref.ref[T]):
     key: tuple[object, ...]
 
 
-class Interned(Generic[T]):
+class InternTable(Generic[T]):
     """Thread-safe table of weak references to interned objects.
 
     Hot paths read `references` directly; weakref.WeakValueDictionary is slower (docs/measurements/ircore.md).
@@ -29,7 +29,7 @@ class Interned(Generic[T]):
             threading.RLock()
         )  # reentrant: an object may die under the lock, and its callback changes the table
 
-    def keep(self, key: tuple[object, ...], candidate: T) -> T:
+    def intern(self, key: tuple[object, ...], candidate: T) -> T:
         """Intern `candidate` under `key`. Returns the object of another thread if that was interned first."""
         reference = _Reference(candidate, self._forget)
         reference.key = key

@@ -36,7 +36,7 @@ from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class IntrinsicType:
+class IntrinsicSignature:
     """Signature of an intrinsic: dtypes of operands and result. None stands for any float dtype, the same for all."""
 
     args: tuple[DType | None, ...]
@@ -59,45 +59,45 @@ DOT_PRODUCTS: Mapping[str, DotProduct] = {
     "dot2_bf16": DotProduct(2, "bfloat16", "bfloat16", "float32"),
 }
 
-DOT4_BYTES = "dot4_words"
+DOT4_PACKED_U8S8 = "dot4_words"
 """dot4_u8s8 of packed int32 operands, lowest byte first. Two literals bound the bytes of the first operand and the
 absolute values of the bytes of the second."""
-MAX_OF_PAIRS = 2**14 - 1
+MAX_MADDUBS_PRODUCT = 2**14 - 1
 """Largest product of two bytes of which a sum of two fits int16, as vpmaddubsw accumulates."""
-PACKED_BYTES = "word"
+PACK_BYTES = "word"
 """Four int8 packed into an int32; one load if they are adjacent in memory."""
-NEAREST = "nearest_i32"
+ROUND_TO_INT32 = "nearest_i32"
 """Rounding of a float32 to int32; -2**31 for NaN and out-of-range numbers, where a cast saturates."""
 NARROW = "narrow_bf16"
 """Cast of float32 to bfloat16 that may flush subnormals, so that one instruction suffices."""
-BITS = "float_of_bits"
+BITCAST_TO_FLOAT32 = "float_of_bits"
 """Bitcast of an int32 to float32."""
-PAIR = "pair"
+PACK_BF16 = "pair"
 """Two bfloat16 packed into an int32; one load if they are adjacent in memory."""
-PAIRS = "dot2_pairs"
+DOT2_PACKED_BF16 = "dot2_pairs"
 """dot2_bf16 of packed int32 operands, lower half first."""
 
-DOT2_INT16 = "dot2_halves"
+DOT2_PACKED_INT16 = "dot2_halves"
 """dot2_i16 of packed int32 operands, lower half first."""
 
 LOOKUP = "lookup_bytes"
 """Table lookup of 4-bit codes (a codebook), four codes per int32."""
 
-INTRINSICS: Mapping[str, IntrinsicType] = {
-    "fma": IntrinsicType((None, None, None), None),
-    DOT4_BYTES: IntrinsicType(("int32",) * 5, "int32"),
-    LOOKUP: IntrinsicType(("int32",) * 5, "int32"),
-    PACKED_BYTES: IntrinsicType(("int8", "int8", "int8", "int8"), "int32"),
+INTRINSICS: Mapping[str, IntrinsicSignature] = {
+    "fma": IntrinsicSignature((None, None, None), None),
+    DOT4_PACKED_U8S8: IntrinsicSignature(("int32",) * 5, "int32"),
+    LOOKUP: IntrinsicSignature(("int32",) * 5, "int32"),
+    PACK_BYTES: IntrinsicSignature(("int8", "int8", "int8", "int8"), "int32"),
     **{
-        name: IntrinsicType((dot.total, *(dot.a,) * dot.length, *(dot.b,) * dot.length), dot.total)
+        name: IntrinsicSignature((dot.total, *(dot.a,) * dot.length, *(dot.b,) * dot.length), dot.total)
         for name, dot in DOT_PRODUCTS.items()
     },
-    NEAREST: IntrinsicType(("float32",), "int32"),
-    NARROW: IntrinsicType(("float32",), "bfloat16"),
-    BITS: IntrinsicType(("int32",), "float32"),
-    PAIR: IntrinsicType(("bfloat16", "bfloat16"), "int32"),
-    PAIRS: IntrinsicType(("float32", "int32", "int32"), "float32"),
-    DOT2_INT16: IntrinsicType(("int32", "int32", "int32"), "int32"),
+    ROUND_TO_INT32: IntrinsicSignature(("float32",), "int32"),
+    NARROW: IntrinsicSignature(("float32",), "bfloat16"),
+    BITCAST_TO_FLOAT32: IntrinsicSignature(("int32",), "float32"),
+    PACK_BF16: IntrinsicSignature(("bfloat16", "bfloat16"), "int32"),
+    DOT2_PACKED_BF16: IntrinsicSignature(("float32", "int32", "int32"), "float32"),
+    DOT2_PACKED_INT16: IntrinsicSignature(("int32", "int32", "int32"), "int32"),
 }
 
 

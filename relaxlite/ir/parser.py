@@ -22,8 +22,8 @@ from relaxlite.ir.expr import (
 )
 from relaxlite.ir.function_parser import FunctionParser
 from relaxlite.ir.module import Definition, IRModule
+from relaxlite.ir.parser_base import CallArguments, ParserBase, is_call, place_error
 from relaxlite.ir.program_parser import ProgramParser
-from relaxlite.ir.reader import Arguments, Reader, is_call, place_error
 from relaxlite.ir.text import content_digest
 from relaxlite.ir.types import TensorType
 
@@ -48,7 +48,7 @@ def parse_module(text: str, constants: Sequence[Constant | Array] = ()) -> IRMod
         raise place_error(lines, 1, 0, str(error)) from None
 
 
-class ModuleParser(Reader):
+class ModuleParser(ParserBase):
     """Parser of the statements of a module."""
 
     def __init__(self, lines: list[str], constants: Sequence[Constant | Array]) -> None:
@@ -105,7 +105,7 @@ class ModuleParser(Reader):
             self.fail(node.returns, "the type of the result is that of what the body returns")
         if is_call(decorator, "program"):
             return ProgramParser(self.lines).program(node, self.arguments(decorator), self.scope)
-        arguments = Arguments(node, [])
+        arguments = CallArguments(node, [])
         if is_call(decorator, "function"):
             arguments = self.arguments(decorator)
         elif not isinstance(decorator, ast.Name) or decorator.id != "function":

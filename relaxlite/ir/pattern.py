@@ -42,8 +42,8 @@ from relaxlite.records import dataclass
 
 _RESOLUTION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
-Check = Callable[[Expr, "Matcher"], str | None]  # reason for a mismatch, or None
-Then = Callable[[], bool]  # continuation: match the rest of the pattern
+MatchCheck = Callable[[Expr, "Matcher"], str | None]  # reason for a mismatch, or None
+Continuation = Callable[[], bool]  # continuation: match the rest of the pattern
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class Pattern:
     """Pattern of an expression: any expression that passes the checks. Immutable; methods return new patterns."""
 
     name: str | None = None
-    checks: tuple[Check, ...] = ()
+    checks: tuple[MatchCheck, ...] = ()
 
     def named(self, name: str) -> Pattern:
         """Capture the matched expression under a name."""
@@ -93,7 +93,7 @@ class Pattern:
 
         return self._checked(check)
 
-    def _checked(self, check: Check) -> Pattern:
+    def _checked(self, check: MatchCheck) -> Pattern:
         return replace(self, checks=(*self.checks, check))
 
     def __or__(self, other: Pattern) -> Pattern:
@@ -104,7 +104,7 @@ class Pattern:
         """Names of the ops whose calls can match; empty if other expressions can match."""
         return ()
 
-    def fits(self, expr: Expr, state: _MatchState, then: Then) -> bool:
+    def fits(self, expr: Expr, state: _MatchState, then: Continuation) -> bool:
         """Match the expression, then the rest of the pattern by the continuation `then`; backtracks on failure."""
         return then()
 
@@ -123,7 +123,7 @@ class _Alternatives(Pattern):
     def __or__(self, other: Pattern) -> Pattern:
         return _Alternatives(options=(*self.options, other))
 
-    def fits(self, expr: Expr, state: _MatchState, then: Then) -> bool:
+    def fits(self, expr: Expr, state: _MatchState, then: Continuation) -> bool:
         return any(state.match(option, expr, then) for option in self.options)
 
 
@@ -134,7 +134,7 @@ class _Constant(Pattern):
     value: float | int | bool | None = None
     ulps: int = 0
 
-    def fits(self, expr: Expr, state: _MatchState, then: Then) -> bool:
+    def fits(self, expr: Expr, state: _MatchState, then: Continuation) -> bool:
         value = state.matcher.value_of(expr)
         if not isinstance(value, Constant):
             return state.refuse(f"{_describe(expr)} is no constant")
@@ -166,7 +166,7 @@ class OpPattern(Pattern):
     def __call__(self, *operands: Pattern) -> OpPattern:
         return replace(self, operands=operands)
 
-    def fits(self, expr: Expr, state: _MatchState, then: Then) -> bool:
+    def fits(self, expr: Expr, state: _MatchState, then: Continuation) -> bool:
         value = state.matcher.value_of(expr)
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name not in self.ops:
             return state.refuse(f"{_describe(expr)} is no {' or '.join(self.ops)}")
@@ -188,7 +188,7 @@ class _Field(Pattern):
     source: Pattern = field(default_factory=Pattern)
     index: int | None = None
 
-    def fits(self, expr: Expr, state: _MatchState, then: Then) -> bool:
+    def fits(self, expr: Expr, state: _MatchState, then: Continuation) -> bool:
         value = state.matcher.value_of(expr)
         if not isinstance(value, TupleGetItem) or self.index not in (None, value.index):
             return state.refuse(f"{_describe(expr)} is no field {'' if self.index is None else self.index} of a tuple")
@@ -304,14 +304,14 @@ class _MatchState:
             self.inner[expr] = None
             expr = self.matcher.bindings[expr]
 
-    def match(self, pattern: Pattern, expr: Expr, then: Then) -> bool:
+    def match(self, pattern: Pattern, expr: Expr, then: Continuation) -> bool:
         captures, inner = dict(self.captures), dict(self.inner)  # to backtrack to
         if pattern.fits(expr, self, lambda: self._accept(pattern, expr) and then()):
             return True
         self.captures, self.inner = captures, inner
         return False
 
-    def match_all(self, pairs: tuple[tuple[Pattern, Expr], ...], then: Then) -> bool:
+    def match_all(self, pairs: tuple[tuple[Pattern, Expr], ...], then: Continuation) -> bool:
         if not pairs:
             return then()
         (pattern, expr), *rest = pairs

@@ -77,8 +77,8 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_printer import ProgramWriter, print_program, print_stmt, print_value
 from relaxlite.ir.text import (
-    Names,
-    Writer,
+    TextWriter,
+    UniqueNames,
     array_text,
     attr_items,
     content_digest,
@@ -131,14 +131,14 @@ def module_constants(module: IRModule) -> list[Constant]:
 def print_function(name: str, function: Function) -> str:
     """Print one function; its callees need not exist."""
     pool = _ConstantTable()
-    writer = _FunctionWriter(pool, Names([identifier(name)]), {})
+    writer = _FunctionWriter(pool, UniqueNames([identifier(name)]), {})
     writer.function(name, identifier(name), function)
     return f"{pool.table(embed=False)}\n{writer.text()}" if pool.constants else writer.text()
 
 
 def print_expr(expr: Expr | Binding) -> str:
     """Print an expression or binding, for messages; large constants are shown as `constants[k]`."""
-    writer = _FunctionWriter(_ConstantTable(), Names(), {})
+    writer = _FunctionWriter(_ConstantTable(), UniqueNames(), {})
     if isinstance(expr, ControlFlow):
         expr = Let(Var("_", expr.ty, expr.loc), expr)
     if isinstance(expr, Let | MatchShape):
@@ -149,7 +149,7 @@ def print_expr(expr: Expr | Binding) -> str:
 
 def print_type(ty: Type) -> str:
     """Print a type, for messages."""
-    return _FunctionWriter(_ConstantTable(), Names(), {}).type(ty)
+    return _FunctionWriter(_ConstantTable(), UniqueNames(), {}).type(ty)
 
 
 def excerpt(node: Expr | Binding | Stmt, *, lines: int = 3) -> str:
@@ -162,16 +162,16 @@ def excerpt(node: Expr | Binding | Stmt, *, lines: int = 3) -> str:
 
 def _sections(module: IRModule, pool: _ConstantTable) -> list[str]:
     """Text of each definition."""
-    top = Names()
+    top = UniqueNames()
     idents = {name: top.bind(name, name) for name in module}
     sections = []
     for name, definition in module.items():
         if isinstance(definition, TensorProgram):
-            programs = ProgramWriter(Names())
+            programs = ProgramWriter(UniqueNames())
             programs.program(name, idents[name], definition)
             sections.append(programs.text())
             continue
-        writer = _FunctionWriter(pool, Names(idents.values()), idents)
+        writer = _FunctionWriter(pool, UniqueNames(idents.values()), idents)
         if isinstance(definition, Function):
             writer.function(name, idents[name], definition)
         else:
@@ -210,10 +210,10 @@ def _constant_name(constant: Constant) -> list[str]:
     return [] if constant.name is None else [f"name={quote(constant.name)}"]
 
 
-class _FunctionWriter(Writer):
+class _FunctionWriter(TextWriter):
     """Printer of functions, bodies and expressions. `idents`: name -> identifier of definitions; empty if unknown."""
 
-    def __init__(self, pool: _ConstantTable, names: Names, idents: Mapping[str, str]) -> None:
+    def __init__(self, pool: _ConstantTable, names: UniqueNames, idents: Mapping[str, str]) -> None:
         super().__init__(names)
         self._table = pool
         self._idents = dict(idents)

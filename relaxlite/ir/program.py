@@ -24,8 +24,8 @@ GpuAxis: TypeAlias = OneOf["block_x", "block_y", "block_z", "thread_x", "thread_
 LoopKind: TypeAlias = OneOf[
     "serial", "parallel", "vectorized", "unrolled", "block_x", "block_y", "block_z", "thread_x", "thread_y", "thread_z"
 ]
-Convention: TypeAlias = OneOf["c", "status", "arrays"]
-Scope: TypeAlias = OneOf["global", "local"]  # local: registers or stack, of constant size
+CallingConvention: TypeAlias = OneOf["c", "status", "arrays"]
+MemoryScope: TypeAlias = OneOf["global", "local"]  # local: registers or stack, of constant size
 
 UNARY = (
     "neg", "not", "bitwise_not", "abs", "sign", "sqrt", "floor", "ceil", "round", "trunc", "exp", "log", "log1p",
@@ -49,10 +49,10 @@ class Buffer:
     name: str
     shape: tuple[SymExpr, ...]
     dtype: DType
-    scope: Scope = "global"
+    scope: MemoryScope = "global"
 
     @staticmethod
-    def of(name: str, shape: Iterable[IntLike], dtype: DType, scope: Scope = "global") -> Buffer:
+    def of(name: str, shape: Iterable[IntLike], dtype: DType, scope: MemoryScope = "global") -> Buffer:
         """Buffer of a shape of ints or symbolic integers."""
         return Buffer(name, syms(shape), dtype, scope)
 
@@ -286,7 +286,7 @@ class CallLibrary:
     library: str
     symbol: str
     args: tuple[Value, ...]
-    convention: Convention = "c"
+    convention: CallingConvention = "c"
     work: SymExpr = field(default_factory=lambda: sym(0))
 
 
@@ -298,7 +298,7 @@ class Seq:
 
 
 Binder: TypeAlias = For | LetIndex
-Enclosing: TypeAlias = For | LetIndex | Allocate
+StmtWithBody: TypeAlias = For | LetIndex | Allocate
 Stmt: TypeAlias = "For | Store | LetIndex | IfThenElse | Allocate | Check | Prefetch | Barrier | CallLibrary | Seq"
 
 

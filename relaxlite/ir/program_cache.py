@@ -13,7 +13,7 @@ from relaxlite.ir.encoding import decode, encode
 from relaxlite.ir.program import TensorProgram
 
 
-class Store(Protocol):
+class CacheStore(Protocol):
     """Key-value store of bytes. Entries may be evicted at any time."""
 
     def get(self, key: str) -> bytes | None: ...
@@ -24,17 +24,17 @@ class Store(Protocol):
 class ProgramCache:
     """Cache of results of passes in a `store`; without a store, nothing is cached.
 
-    `key` identifies everything that results depend on besides the arguments of `recall`: target, passes.
+    `key` identifies everything that results depend on besides the arguments of `get_or_compute`: target, passes.
     """
 
-    def __init__(self, store: Store | None = None, key: str = "") -> None:
+    def __init__(self, store: CacheStore | None = None, key: str = "") -> None:
         self._store, self._key = store, key
         self._new: dict[str, bytes] = {}
         self._encoded: dict[
             int, tuple[TensorProgram, bytes]
         ] = {}  # by id; the reference to the program keeps the id unique
 
-    def recall(
+    def get_or_compute(
         self, step: str, program: TensorProgram, options: str, make: Callable[[], tuple[Any, ...]]
     ) -> tuple[Any, ...]:
         """Return the cached result of `make`, or compute and cache it.

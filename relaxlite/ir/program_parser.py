@@ -10,6 +10,7 @@ from typing import get_args
 
 from relaxlite import dtypes
 from relaxlite.ir.expr import Attrs
+from relaxlite.ir.parser_base import CallArguments, ParserBase, is_call, is_number
 from relaxlite.ir.program import (
     BINARY,
     COMBINE,
@@ -19,11 +20,11 @@ from relaxlite.ir.program import (
     Barrier,
     Binary,
     Buffer,
+    CallingConvention,
     CallLibrary,
     Cast,
     Check,
     Compare,
-    Convention,
     For,
     IfThenElse,
     IndexValue,
@@ -33,8 +34,8 @@ from relaxlite.ir.program import (
     Literal,
     Load,
     LoopKind,
+    MemoryScope,
     Prefetch,
-    Scope,
     Select,
     Seq,
     Stmt,
@@ -43,7 +44,6 @@ from relaxlite.ir.program import (
     Unary,
     Value,
 )
-from relaxlite.ir.reader import Arguments, Reader, is_call, is_number
 from relaxlite.ir.symbolic import SymExpr, sym
 
 _BINARY: dict[type[ast.operator], str] = {
@@ -63,10 +63,10 @@ _STATEMENTS = (
 _VALUE_TYPES = (Literal, Load, Unary, Binary, Compare, Select, Cast, IndexValue, Intrinsic, LibraryFound)
 
 
-class ProgramParser(Reader):
+class ProgramParser(ParserBase):
     """Parser of one program. `scope` maps names to symbols, buffers and named values."""
 
-    def program(self, node: ast.FunctionDef, arguments: Arguments, scope: dict[str, object]) -> TensorProgram:
+    def program(self, node: ast.FunctionDef, arguments: CallArguments, scope: dict[str, object]) -> TensorProgram:
         """Parse a program definition; `arguments` are those of its decorator. Raises ParseError."""
         self.scope = scope
         symbols, outputs = arguments.take("symbols"), arguments.take("outputs")
@@ -89,11 +89,11 @@ class ProgramParser(Reader):
         own_name = self.optional_string(arguments.take("name"))
         self.finish(arguments, (2, 3), "a buffer")
         shape, dtype, *rest = arguments.positional
-        scope: Scope = "global"
+        scope: MemoryScope = "global"
         if rest:
             scope = self.string(rest[0])  # type: ignore[assignment]
-            if scope not in get_args(Scope):
-                self.fail(rest[0], f"unknown scope {scope!r}", near=(scope, get_args(Scope)))
+            if scope not in get_args(MemoryScope):
+                self.fail(rest[0], f"unknown scope {scope!r}", near=(scope, get_args(MemoryScope)))
         return Buffer(name if own_name is None else own_name, self.exprs(shape), self.dtype(dtype), scope)
 
     # statements
@@ -231,8 +231,8 @@ class ProgramParser(Reader):
         work, convention = arguments.take("work"), self.optional_string(arguments.take("convention")) or "c"
         if len(call.args) < 2:
             self.fail(call, 'a call of a library is written call_library("library", "symbol", arguments...)')
-        if convention not in get_args(Convention):
-            self.fail(call, f"unknown convention {convention!r}", near=(convention, get_args(Convention)))
+        if convention not in get_args(CallingConvention):
+            self.fail(call, f"unknown convention {convention!r}", near=(convention, get_args(CallingConvention)))
         self.finish(arguments, (len(call.args),), "call_library")
         library, symbol, *args = call.args
         values = tuple(map(self.value, args))

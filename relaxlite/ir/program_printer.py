@@ -52,8 +52,8 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import value_children
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.text import (
-    Names,
-    Writer,
+    TextWriter,
+    UniqueNames,
     attr_items,
     attr_text,
     fact_items,
@@ -80,27 +80,27 @@ _MAX_HEIGHT = 16  # nesting of one line; Python's tokenizer fails at 200 parenth
 
 def print_program(name: str, program: TensorProgram) -> str:
     """Print a tensor program."""
-    writer = ProgramWriter(Names())
+    writer = ProgramWriter(UniqueNames())
     writer.program(name, name, program)
     return writer.text()
 
 
 def print_stmt(stmt: Stmt) -> str:
     """Print a statement, for messages."""
-    writer = ProgramWriter(Names())
+    writer = ProgramWriter(UniqueNames())
     writer.stmt(stmt)
     return "\n".join(writer.lines)
 
 
 def print_value(value: Value) -> str:
     """Print a value, for messages."""
-    return ProgramWriter(Names()).value(value)
+    return ProgramWriter(UniqueNames()).value(value)
 
 
-class ProgramWriter(Writer):
+class ProgramWriter(TextWriter):
     """Printer of programs, statements and values."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: UniqueNames) -> None:
         super().__init__(names)
         self._uses: dict[int, int] = {}  # value id -> use count in the current statement
         self._printed: dict[int, tuple[str, int, int]] = {}  # value id -> text, precedence, height

@@ -22,11 +22,11 @@ from relaxlite.ir.program import (
     Allocate,
     Binary,
     Buffer,
+    CallingConvention,
     CallLibrary,
     Cast,
     Check,
     Compare,
-    Convention,
     For,
     IfThenElse,
     IndexValue,
@@ -35,8 +35,8 @@ from relaxlite.ir.program import (
     Literal,
     Load,
     LoopKind,
+    MemoryScope,
     Prefetch,
-    Scope,
     Select,
     Seq,
     Stmt,
@@ -131,7 +131,7 @@ class _ProgramVerifier:
     def _buffer(self, buffer: Buffer) -> None:
         self._exprs(buffer.shape)
         self._dtype(buffer.dtype)
-        if buffer.scope not in get_args(Scope):
+        if buffer.scope not in get_args(MemoryScope):
             self._fail("operation", f"buffer {buffer.name} has the unknown scope {buffer.scope!r}")
 
     def _dtype(self, dtype: str) -> None:
@@ -208,7 +208,7 @@ class _ProgramVerifier:
 
     def _call_library(self, stmt: CallLibrary) -> None:
         self._exprs((stmt.work,))
-        if stmt.convention not in get_args(Convention):
+        if stmt.convention not in get_args(CallingConvention):
             self._fail("library", f"unknown convention {stmt.convention!r}")
         for arg in stmt.args:
             if not isinstance(arg, Literal | IndexValue | AddressOf):

@@ -363,7 +363,7 @@ class Substitute(ProgramRewriter):
             self.buffers[buffer] = result
         return result
 
-    def forget(self) -> None:
+    def clear_memo(self) -> None:
         """Clear the memo of rewritten values and indices, after a change of `symbols` or `buffers`."""
         self._done, self._indices = {}, {}
 
@@ -371,7 +371,7 @@ class Substitute(ProgramRewriter):
         if self.fresh and isinstance(stmt, Binder):
             var = _fresh_symbol(stmt.var)
             if stmt.var in self.symbols:  # values shared with another loop over it have that loop's new variable
-                self.forget()
+                self.clear_memo()
             self.symbols[stmt.var] = var
             if isinstance(stmt, For):
                 return For(var, self.index(stmt.extent), self.stmt(stmt.body), stmt.kind)

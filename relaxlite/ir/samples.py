@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from relaxlite.ir.intervals import Interval
-from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate_with
+from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate_memoized
 
 _STEPS = (2, 3, 5, 7, 11, 13, 17, 19)
 _STYLES = range(4)
@@ -52,9 +52,9 @@ def has_counterexample(
         known = dict[SymExpr, int](values.items())
         try:
             if (
-                evaluate_with(claim, known) < 0
-                and all(evaluate_with(fact, known) >= 0 for fact in facts)
-                and all(evaluate_with(zero, known) == 0 for zero in zeros)
+                evaluate_memoized(claim, known) < 0
+                and all(evaluate_memoized(fact, known) >= 0 for fact in facts)
+                and all(evaluate_memoized(zero, known) == 0 for zero in zeros)
             ):
                 return True
         except ZeroDivisionError:

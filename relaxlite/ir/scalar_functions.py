@@ -29,17 +29,17 @@ from numpy.typing import NDArray
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.intrinsics import (
-    BITS,
-    DOT2_INT16,
-    DOT4_BYTES,
+    BITCAST_TO_FLOAT32,
+    DOT2_PACKED_BF16,
+    DOT2_PACKED_INT16,
+    DOT4_PACKED_U8S8,
     DOT_PRODUCTS,
     INTRINSICS,
     LOOKUP,
     NARROW,
-    NEAREST,
-    PACKED_BYTES,
-    PAIR,
-    PAIRS,
+    PACK_BF16,
+    PACK_BYTES,
+    ROUND_TO_INT32,
     type_error,
 )
 
@@ -217,23 +217,23 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
             return np.asarray((x * y + z).astype(np.float32))
     if name == "fma":
         return apply_binary("add", apply_binary("mul", args[0], args[1]), args[2])
-    if name == PACKED_BYTES:
+    if name == PACK_BYTES:
         bits = [a.astype(np.uint8).astype(np.uint32) << np.uint32(8 * n) for n, a in enumerate(args)]
         return np.asarray(bits[0] | bits[1] | bits[2] | bits[3]).astype(np.int32)
-    if name == NEAREST:
+    if name == ROUND_TO_INT32:
         in_range = np.abs(args[0]) < 2.0**31
         return np.where(in_range, np.rint(np.where(in_range, args[0], 0)), -(2.0**31)).astype(np.int32)
     if name == NARROW:
         return cast(args[0], "bfloat16")
-    if name == BITS:
+    if name == BITCAST_TO_FLOAT32:
         return args[0].view(np.float32)
-    if name == PAIR:
+    if name == PACK_BF16:
         low, high = (a.view(np.uint16).astype(np.uint32) for a in args)
         return np.asarray(low | high << np.uint32(16)).astype(np.int32)
-    if name == PAIRS:
+    if name == DOT2_PACKED_BF16:
         a, b = ([_half(x, n) for n in range(2)] for x in args[1:])
         return apply_intrinsic("dot2_bf16", (args[0], *a, *b))
-    if name == DOT2_INT16:
+    if name == DOT2_PACKED_INT16:
         a, b = ([(x >> np.int32(16 * n)).astype(np.int16) for n in range(2)] for x in args[1:])
         return apply_intrinsic("dot2_i16", (args[0], *a, *b))
     if name == LOOKUP:
@@ -242,7 +242,7 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
             table[index].astype(np.int32) << np.int32(8 * n) for n, index in enumerate(_bytes_of(args[0], np.uint8))
         ]
         return np.asarray(result[0] | result[1] | result[2] | result[3])
-    if name == DOT4_BYTES:
+    if name == DOT4_PACKED_U8S8:
         a, b = (_bytes_of(x, dtype) for x, dtype in zip(args[1:3], (np.uint8, np.int8), strict=True))
         return apply_intrinsic("dot4_u8s8", (args[0], *a, *b))
     dot = DOT_PRODUCTS[name]

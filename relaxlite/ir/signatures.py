@@ -70,14 +70,14 @@ def dims_of(ty: Type) -> Dims | None:
     return ty.values if isinstance(ty, ShapeType) else None
 
 
-def bind(params: Sequence[Type], args: Sequence[Type], values: dict[SymVar, SymExpr]) -> None:
+def bind_symbols(params: Sequence[Type], args: Sequence[Type], values: dict[SymVar, SymExpr]) -> None:
     """Bind symbols of parameters to dimensions of arguments, in `values`.
 
     Only a symbol that is a whole dimension of a parameter type is bound; existing bindings are kept.
     """
     for param, arg in zip(params, args, strict=False):
         if isinstance(param, TupleType) and isinstance(arg, TupleType):
-            bind(param.fields, arg.fields, values)
+            bind_symbols(param.fields, arg.fields, values)
             continue
         for left, right in zip(dims_of(param) or (), dims_of(arg) or (), strict=False):
             if isinstance(left, SymVar):
@@ -100,7 +100,7 @@ def match_arguments(
     params: Sequence[Type], args: Sequence[Type], values: dict[SymVar, SymExpr], analyzer: Analyzer
 ) -> str | None:
     """Bind the symbols of parameters in `values` and compare all types: reason of a mismatch, or None."""
-    bind(params, args, values)
+    bind_symbols(params, args, values)
     for k, (param, arg) in enumerate(zip(params, args, strict=True)):
         reason = mismatch(instantiate(param, values), arg, analyzer)
         if reason is not None:

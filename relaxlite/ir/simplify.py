@@ -1,6 +1,6 @@
 """Rewrite rules that simplify symbolic integers under facts; the comment of each rule has its equation.
 
-Rules query a `Facts` object, implemented by the Analyzer, and decline if it proves nothing. A rule preserves
+Rules query a `SimplifyFacts` object, implemented by the Analyzer, and decline if it proves nothing. A rule preserves
 the value for every assignment that satisfies the facts and for which the expression is defined.
 """
 
@@ -13,21 +13,21 @@ from typing import Protocol, TypeAlias
 
 from relaxlite.ir.intervals import Interval
 from relaxlite.ir.symbolic import (
+    BinaryAtom,
     Division,
     Extremum,
     FloorDiv,
     FloorMod,
     Max,
     Min,
-    Pair,
     SymExpr,
     divide_monomial,
+    extremum_operands,
     floordiv,
     floormod,
     map_atoms,
     monomial_expr,
-    operands,
-    rebuild_pair,
+    rebuild_atom,
     sym,
 )
 
@@ -36,24 +36,24 @@ Residue: TypeAlias = tuple[int, int]  # (g, r): the value is r modulo g; g == 0:
 _MAX_ATOMS = 32  # sizes in models have at most a dozen atoms (docs/measurements/ircore.md)
 
 
-def weight(expr: SymExpr) -> int:
+def num_atoms(expr: SymExpr) -> int:
     """Number of atoms, nested ones included: a measure of how long proofs take."""
     atoms = [atom for monomial, _ in expr.terms for atom in monomial]
-    return len(atoms) + sum(weight(atom.a) + weight(atom.b) for atom in atoms if isinstance(atom, Pair))
+    return len(atoms) + sum(num_atoms(atom.a) + num_atoms(atom.b) for atom in atoms if isinstance(atom, BinaryAtom))
 
 
-def is_long(expr: SymExpr) -> bool:
+def has_many_atoms(expr: SymExpr) -> bool:
     """Whether an expression is too large to substitute into others: its symbol is used instead."""
-    return weight(expr) > _MAX_ATOMS
+    return num_atoms(expr) > _MAX_ATOMS
 
 
 def num_extrema(expr: SymExpr) -> int:
     """Number of min and max atoms, nested ones included."""
-    pairs = [atom for monomial, _ in expr.terms for atom in monomial if isinstance(atom, Pair)]
+    pairs = [atom for monomial, _ in expr.terms for atom in monomial if isinstance(atom, BinaryAtom)]
     return sum(isinstance(p, Extremum) + num_extrema(p.a) + num_extrema(p.b) for p in pairs)
 
 
-class Facts(Protocol):
+class SimplifyFacts(Protocol):
     """Queries of rewrite rules, implemented by the Analyzer."""
 
     def simplify(self, expr: SymExpr) -> SymExpr: ...
@@ -61,44 +61,44 @@ class Facts(Protocol):
     def interval(self, expr: SymExpr) -> Interval: ...
     def residue(self, expr: SymExpr) -> Residue: ...
     def can_prove_nonneg(self, expr: SymExpr) -> bool: ...
-    def atom_rule(self, rule: Callable[[SymExpr, Facts], SymExpr], atom: SymExpr) -> SymExpr: ...
+    def apply_atom_rule(self, rule: Callable[[SymExpr, SimplifyFacts], SymExpr], atom: SymExpr) -> SymExpr: ...
 
 
-def apply_rules(expr: SymExpr, facts: Facts) -> SymExpr:
+def apply_rules(expr: SymExpr, facts: SimplifyFacts) -> SymExpr:
     """Simplify an expression: rules on each atom, then recombination of quotients and remainders."""
-    return _recombine(map_atoms(expr, lambda atom: facts.atom_rule(_simplify_atom, atom)), facts)
+    return _recombine(map_atoms(expr, lambda atom: facts.apply_atom_rule(_simplify_atom, atom)), facts)
 
 
-def without_mod(expr: SymExpr) -> SymExpr:
+def expand_mod(expr: SymExpr) -> SymExpr:
     """Expand all remainders by a % b == a - (a // b)*b, for proofs."""
 
     def expand(atom: SymExpr) -> SymExpr:
-        if not isinstance(atom, Pair):
+        if not isinstance(atom, BinaryAtom):
             return atom
-        new = rebuild(atom, without_mod(atom.a), without_mod(atom.b))
+        new = try_rebuild_atom(atom, expand_mod(atom.a), expand_mod(atom.b))
         return map_atoms(new, lambda x: x.a - floordiv(x.a, x.b) * x.b if isinstance(x, FloorMod) else x)
 
     return map_atoms(expr, expand)
 
 
-def rebuild(atom: Pair, a: SymExpr, b: SymExpr) -> SymExpr:
+def try_rebuild_atom(atom: BinaryAtom, a: SymExpr, b: SymExpr) -> SymExpr:
     """Rebuild an atom with new operands; unchanged if that would divide by the constant 0."""
-    return atom if isinstance(atom, Division) and b == 0 else rebuild_pair(atom, a, b)
+    return atom if isinstance(atom, Division) and b == 0 else rebuild_atom(atom, a, b)
 
 
-def _simplify_atom(atom: SymExpr, facts: Facts) -> SymExpr:
+def _simplify_atom(atom: SymExpr, facts: SimplifyFacts) -> SymExpr:
     equal = facts.replacement(atom)
     if equal is not None:
         return equal
     lower, upper = facts.interval(atom)
     if lower is not None and lower == upper:
         return sym(lower)
-    if not isinstance(atom, Pair):
+    if not isinstance(atom, BinaryAtom):
         return atom
-    return _apply_to_atoms(rebuild(atom, facts.simplify(atom.a), facts.simplify(atom.b)), facts)
+    return _apply_to_atoms(try_rebuild_atom(atom, facts.simplify(atom.a), facts.simplify(atom.b)), facts)
 
 
-def _apply_to_atoms(expr: SymExpr, facts: Facts) -> SymExpr:
+def _apply_to_atoms(expr: SymExpr, facts: SimplifyFacts) -> SymExpr:
     """Apply one rule to each atom, without simplifying its operands."""
 
     def change(atom: SymExpr) -> SymExpr:
@@ -111,7 +111,7 @@ def _apply_to_atoms(expr: SymExpr, facts: Facts) -> SymExpr:
     return map_atoms(expr, change)
 
 
-def _simplify_div(atom: FloorDiv, facts: Facts) -> SymExpr:
+def _simplify_div(atom: FloorDiv, facts: SimplifyFacts) -> SymExpr:
     a, b = atom.a, atom.b
     if _is_remainder(a, b, facts):  # a // b == 0 for 0 <= a < b
         return sym(0)
@@ -123,7 +123,7 @@ def _simplify_div(atom: FloorDiv, facts: Facts) -> SymExpr:
     return _apply_to_atoms(floordiv(split[0], b), facts) if split is not None else atom
 
 
-def _simplify_mod(atom: FloorMod, facts: Facts) -> SymExpr:
+def _simplify_mod(atom: FloorMod, facts: SimplifyFacts) -> SymExpr:
     a, b = atom.a, atom.b
     if _is_remainder(a, b, facts):  # a % b == a for 0 <= a < b
         return a
@@ -145,21 +145,21 @@ def _simplify_mod(atom: FloorMod, facts: Facts) -> SymExpr:
     return _apply_to_atoms(floormod(split[0], b), facts) + split[1] if split is not None else atom
 
 
-def _simplify_extremum(atom: Min | Max, facts: Facts) -> SymExpr:
+def _simplify_extremum(atom: Min | Max, facts: SimplifyFacts) -> SymExpr:
     sign = 1 if isinstance(atom, Max) else -1
-    *init, last = operands(atom)
+    *init, last = extremum_operands(atom)
     if any(facts.can_prove_nonneg((operand - last) * sign) for operand in init):
         return atom.a
     undecided = [operand for operand in init if not facts.can_prove_nonneg((last - operand) * sign)]
-    return functools.reduce(lambda a, b: rebuild_pair(atom, a, b), [*undecided, last])
+    return functools.reduce(lambda a, b: rebuild_atom(atom, a, b), [*undecided, last])
 
 
-def _is_remainder(a: SymExpr, b: SymExpr, facts: Facts) -> bool:
+def _is_remainder(a: SymExpr, b: SymExpr, facts: SimplifyFacts) -> bool:
     """Prove 0 <= a < b."""
     return facts.can_prove_nonneg(a) and facts.can_prove_nonneg(b - 1 - a)
 
 
-def _split_small(a: SymExpr, b: int, facts: Facts) -> tuple[SymExpr, SymExpr] | None:
+def _split_small(a: SymExpr, b: int, facts: SimplifyFacts) -> tuple[SymExpr, SymExpr] | None:
     """Split a == big + small with 0 <= small < g for a common divisor g of big and b; None if there is no such g."""
     divisors = [_divisor(monomial_expr(*term), facts) for term in a.terms]
     for g in sorted({math.gcd(d, b) for d in divisors} - {1}, reverse=True):
@@ -176,12 +176,12 @@ def _split_small(a: SymExpr, b: int, facts: Facts) -> tuple[SymExpr, SymExpr] | 
     return None
 
 
-def _divisor(expr: SymExpr, facts: Facts) -> int:
+def _divisor(expr: SymExpr, facts: SimplifyFacts) -> int:
     modulus, rest = facts.residue(expr)
     return math.gcd(modulus, rest)
 
 
-def _recombine(expr: SymExpr, facts: Facts) -> SymExpr:
+def _recombine(expr: SymExpr, facts: SimplifyFacts) -> SymExpr:
     """Recombine by (a // b)*b + a % b == a, if the result is shorter; also (n // 4)*4 -> n if 4 divides n."""
     candidates = [
         (monomial, coef, atom) for monomial, coef in expr.terms for atom in monomial if isinstance(atom, Division)
@@ -197,20 +197,20 @@ def _recombine(expr: SymExpr, facts: Facts) -> SymExpr:
     return expr
 
 
-def _by_definition(atom: FloorDiv | FloorMod, factor: SymExpr, facts: Facts) -> SymExpr | None:
+def _by_definition(atom: FloorDiv | FloorMod, factor: SymExpr, facts: SimplifyFacts) -> SymExpr | None:
     """Express atom * factor by the remainder of a quotient, or the quotient of a remainder.
 
     None for a quotient whose factor is not a multiple of the divisor.
     """
     a, b = atom.a, atom.b
     if isinstance(atom, FloorMod):
-        return (a - facts.atom_rule(_other_part, atom) * b) * factor
+        return (a - facts.apply_atom_rule(_other_part, atom) * b) * factor
     if floormod(factor, b) != 0:
         return None
-    return (a - facts.atom_rule(_other_part, atom)) * floordiv(factor, b)
+    return (a - facts.apply_atom_rule(_other_part, atom)) * floordiv(factor, b)
 
 
-def _other_part(atom: SymExpr, facts: Facts) -> SymExpr:
+def _other_part(atom: SymExpr, facts: SimplifyFacts) -> SymExpr:
     """Quotient of the operands of a remainder; remainder of the operands of a quotient."""
     assert isinstance(atom, Division)
     divide = floordiv if isinstance(atom, FloorMod) else floormod
@@ -221,5 +221,5 @@ def _other_part(atom: SymExpr, facts: Facts) -> SymExpr:
 def _size(expr: SymExpr) -> int:
     """Size of an expression: number of terms and atoms, nested ones included."""
     atoms = [atom for monomial, _ in expr.terms for atom in monomial]
-    inner = sum(_size(atom.a) + _size(atom.b) for atom in atoms if isinstance(atom, Pair))
+    inner = sum(_size(atom.a) + _size(atom.b) for atom in atoms if isinstance(atom, BinaryAtom))
     return inner + len(atoms) + len(expr.terms) + (expr.const != 0)

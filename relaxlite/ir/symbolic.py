@@ -25,14 +25,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, NoReturn, SupportsIndex, TypeAlias
 
-from relaxlite.ir.interning import Interned
+from relaxlite.ir.interning import InternTable
 
 IntLike: TypeAlias = "int | SymExpr"  # NumPy integers are accepted too
 Monomial: TypeAlias = "tuple[SymExpr, ...]"
 Terms: TypeAlias = "tuple[tuple[Monomial, int], ...]"
 
-_interned: Interned[SymExpr] = Interned()
-_references, _keep = _interned.references, _interned.keep
+_interned: InternTable[SymExpr] = InternTable()
+_references, _keep = _interned.references, _interned.intern
 _serial = itertools.count()
 
 
@@ -182,7 +182,7 @@ class _Constant(SymExpr):
         return hash(self.const)
 
 
-class Pair(SymExpr):
+class BinaryAtom(SymExpr):
     """Atom with two operands: quotient, remainder, min or max."""
 
     __slots__ = ("a", "b")
@@ -198,28 +198,28 @@ class Pair(SymExpr):
         return tuple(dict.fromkeys(self.a.free_vars() + self.b.free_vars()))
 
 
-class FloorDiv(Pair):
+class FloorDiv(BinaryAtom):
     """Quotient a // b, rounded towards minus infinity."""
 
     __slots__ = ()
     rank, symbol = 1, "//"
 
 
-class FloorMod(Pair):
+class FloorMod(BinaryAtom):
     """Remainder a % b with the sign of b."""
 
     __slots__ = ()
     rank, symbol = 2, "%"
 
 
-class Min(Pair):
+class Min(BinaryAtom):
     """Minimum of a and b."""
 
     __slots__ = ()
     rank, symbol = 3, "min"
 
 
-class Max(Pair):
+class Max(BinaryAtom):
     """Maximum of a and b."""
 
     __slots__ = ()
@@ -228,7 +228,7 @@ class Max(Pair):
 
 Division: TypeAlias = FloorDiv | FloorMod
 Extremum: TypeAlias = Min | Max
-Atom: TypeAlias = SymVar | Pair
+Atom: TypeAlias = SymVar | BinaryAtom
 
 
 def sym(value: SymExpr | SupportsIndex) -> SymExpr:
@@ -271,7 +271,7 @@ def _intern(const: int, terms: Terms) -> SymExpr:
     return interned
 
 
-def _atom(kind: type[Pair], a: SymExpr, b: SymExpr) -> SymExpr:
+def _atom(kind: type[BinaryAtom], a: SymExpr, b: SymExpr) -> SymExpr:
     key = (kind, a, b)
     reference = _references.get(key)
     atom = None if reference is None else reference()
@@ -475,8 +475,8 @@ def smax(*values: IntLike) -> SymExpr:
     return _extremum(Max, 1, syms(values))
 
 
-def _extremum(kind: type[Pair], sign: int, values: Iterable[SymExpr]) -> SymExpr:
-    first, *rest = (operands(value) if type(value) is kind else (value,) for value in values)
+def _extremum(kind: type[BinaryAtom], sign: int, values: Iterable[SymExpr]) -> SymExpr:
+    first, *rest = (extremum_operands(value) if type(value) is kind else (value,) for value in values)
     candidates = list(first)  # operands of one extremum: no constant differences among them
     for value in itertools.chain.from_iterable(rest):
         gaps = [(value - candidate) * sign for candidate in candidates]  # > 0: `value` beats the candidate
@@ -487,7 +487,7 @@ def _extremum(kind: type[Pair], sign: int, values: Iterable[SymExpr]) -> SymExpr
     return functools.reduce(lambda a, b: _atom(kind, a, b), candidates)
 
 
-def operands(extremum: SymExpr) -> tuple[SymExpr, ...]:
+def extremum_operands(extremum: SymExpr) -> tuple[SymExpr, ...]:
     """Operands of nested extrema of one kind: a, b, c for min(min(a, b), c)."""
     exprs: list[SymExpr] = []
     value = extremum
@@ -505,8 +505,8 @@ def substitute(expr: SymExpr, values: Mapping[SymVar, IntLike]) -> SymExpr:
         return sym(values[expr])
 
     def replace(atom: SymExpr) -> SymExpr:
-        if isinstance(atom, Pair):
-            return rebuild_pair(atom, substitute(atom.a, values), substitute(atom.b, values))
+        if isinstance(atom, BinaryAtom):
+            return rebuild_atom(atom, substitute(atom.a, values), substitute(atom.b, values))
         return sym(values.get(atom, atom))  # type: ignore[call-overload]
 
     return map_atoms(expr, replace)
@@ -537,21 +537,21 @@ def from_terms(const: int, terms: Iterable[tuple[Monomial, int]]) -> SymExpr:
     return _from_dict(const + coefs.pop((), 0), coefs)
 
 
-def rebuild_pair(atom: Pair, a: SymExpr, b: SymExpr) -> SymExpr:
+def rebuild_atom(atom: BinaryAtom, a: SymExpr, b: SymExpr) -> SymExpr:
     """Canonical atom of the same kind with new operands."""
-    return atom if a is atom.a and b is atom.b else PAIR_MAKERS[type(atom)](a, b)
+    return atom if a is atom.a and b is atom.b else ATOM_CONSTRUCTORS[type(atom)](a, b)
 
 
-PAIR_MAKERS: dict[type[Pair], Callable[[IntLike, IntLike], SymExpr]]
-PAIR_MAKERS = {FloorDiv: floordiv, FloorMod: floormod, Min: smin, Max: smax}
+ATOM_CONSTRUCTORS: dict[type[BinaryAtom], Callable[[IntLike, IntLike], SymExpr]]
+ATOM_CONSTRUCTORS = {FloorDiv: floordiv, FloorMod: floormod, Min: smin, Max: smax}
 
 
 def evaluate(expr: IntLike, values: Mapping[SymVar, int]) -> int:
     """Evaluate under an assignment of every variable. KeyError for a missing variable."""
-    return evaluate_with(sym(expr), dict[SymExpr, int](values.items()))
+    return evaluate_memoized(sym(expr), dict[SymExpr, int](values.items()))
 
 
-def evaluate_with(expr: SymExpr, known: dict[SymExpr, int]) -> int:
+def evaluate_memoized(expr: SymExpr, known: dict[SymExpr, int]) -> int:
     """Evaluate with a memo: `known` has the values of variables, and gains those of evaluated atoms."""
     total = expr.const
     for monomial, coef in expr.terms:
@@ -562,9 +562,11 @@ def evaluate_with(expr: SymExpr, known: dict[SymExpr, int]) -> int:
 
 
 def _evaluate_atom(atom: SymExpr, known: dict[SymExpr, int]) -> int:
-    if not isinstance(atom, Pair):
+    if not isinstance(atom, BinaryAtom):
         raise KeyError(f"no value for symbol {atom}")
-    return known.setdefault(atom, _EVALUATE[type(atom)](evaluate_with(atom.a, known), evaluate_with(atom.b, known)))
+    return known.setdefault(
+        atom, _EVALUATE[type(atom)](evaluate_memoized(atom.a, known), evaluate_memoized(atom.b, known))
+    )
 
 
 _EVALUATE: Mapping[type, Callable[[int, int], int]] = {
@@ -591,9 +593,9 @@ def _monomial_text(monomial: Monomial, coef: int, name_of: Callable[[SymVar], st
 def _atom_text(atom: SymExpr, name_of: Callable[[SymVar], str]) -> str:
     if isinstance(atom, SymVar):
         return name_of(atom)
-    assert isinstance(atom, Pair)
+    assert isinstance(atom, BinaryAtom)
     if isinstance(atom, Extremum):
-        return f"{atom.symbol}({', '.join(_to_text(operand, name_of) for operand in operands(atom))})"
+        return f"{atom.symbol}({', '.join(_to_text(operand, name_of) for operand in extremum_operands(atom))})"
     a, b = _to_text(atom.a, name_of), _to_text(atom.b, name_of)
     return f"({_parenthesize(atom.a, a)} {atom.symbol} {_parenthesize(atom.b, b)})"
 

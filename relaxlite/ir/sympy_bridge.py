@@ -15,7 +15,7 @@ from functools import reduce
 from typing import Any
 
 from relaxlite.errors import InvalidArgumentError
-from relaxlite.ir.symbolic import FloorDiv, FloorMod, IntLike, Min, Pair, SymExpr, SymVar, smax, smin, sym
+from relaxlite.ir.symbolic import BinaryAtom, FloorDiv, FloorMod, IntLike, Min, SymExpr, SymVar, smax, smin, sym
 
 
 def to_sympy(expr: IntLike) -> tuple[Any, dict[Any, SymVar]]:
@@ -37,7 +37,7 @@ def to_sympy(expr: IntLike) -> tuple[Any, dict[Any, SymVar]]:
     def atom(a: SymExpr) -> Any:
         if isinstance(a, SymVar):
             return symbols[a]
-        assert isinstance(a, Pair)
+        assert isinstance(a, BinaryAtom)
         left, right = of(a.a), of(a.b)
         if isinstance(a, FloorDiv):
             return sympy.floor(left / right)

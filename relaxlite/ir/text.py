@@ -132,7 +132,7 @@ def _canonical_nan(array: Array) -> Array:
 # Identifiers and lines
 
 
-class Names:
+class UniqueNames:
     """Unique identifiers of nodes, which are compared by identity."""
 
     def __init__(self, reserved: Iterable[str] = ()) -> None:
@@ -179,10 +179,10 @@ class Names:
             self._of[node] = outer
 
 
-class Writer:
+class TextWriter:
     """Text under construction, line by line. Declarations (`first`) are inserted before the next emitted line."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: UniqueNames) -> None:
         self.names = names
         self.lines: list[str] = []
         self._first: list[str] = []

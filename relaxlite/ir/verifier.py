@@ -43,8 +43,8 @@ from relaxlite.ir.op import Op
 from relaxlite.ir.printer import excerpt, print_type
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.program_verifier import verify_program, violation
-from relaxlite.ir.signatures import bind, call_mismatch, dims_of, instantiate, is_destination_passing, mismatch
-from relaxlite.ir.simplify import is_long, weight
+from relaxlite.ir.signatures import bind_symbols, call_mismatch, dims_of, instantiate, is_destination_passing, mismatch
+from relaxlite.ir.simplify import has_many_atoms, num_atoms
 from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.ir.types import (
     FuncType,
@@ -231,7 +231,7 @@ class _FunctionVerifier:
         self._symbols.update(defined_symbols(shape))
         self._exprs(match.shape)
         for old, new in zip(dims_of(source) or (), match.shape, strict=False):
-            is_short = weight(old) <= _MAX_ATOMS if isinstance(match.source, ShapeValue) else not is_long(old)
+            is_short = num_atoms(old) <= _MAX_ATOMS if isinstance(match.source, ShapeValue) else not has_many_atoms(old)
             if old is not new and self._stage.is_typed and is_short:
                 self._analyzer = self._analyzer.assume_equal(new, old)
         self._bind(match.var)
@@ -356,7 +356,7 @@ class _FunctionVerifier:
         if not self._stage.is_typed:
             return
         bindings: dict[SymVar, SymExpr] = {}
-        bind(params, values, bindings)
+        bind_symbols(params, values, bindings)
         bindings = {symbol: value for symbol, value in bindings.items() if symbol not in outer}
         for k, (param, value) in enumerate(zip(params, values, strict=True)):
             self._require("loop", f"{what} {k}", mismatch(instantiate(param, bindings, outer), value, self._analyzer))

@@ -139,7 +139,7 @@ class Rewriter:
         """
         return None
 
-    def concerns(self, value: Expr) -> bool:
+    def may_rewrite(self, value: Expr) -> bool:
         """Whether `rewrite` or `match_shape` may change a binding of this value. A function without such is skipped."""
         return True
 
@@ -151,7 +151,7 @@ class Rewriter:
         """Rewrite a function; the same object if nothing changes."""
         self.changed = False
         bindings = (binding for body in bodies(function) for binding in body.bindings())
-        if not any(self.concerns(b.value if isinstance(b, Let) else b.source) for b in bindings):
+        if not any(self.may_rewrite(b.value if isinstance(b, Let) else b.source) for b in bindings):
             return function
         body = self.body(function.body)
         return replace(function, body=body) if self.changed else function

@@ -43,11 +43,11 @@ from relaxlite.ir.program_cache import ProgramCache
 from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
 from relaxlite.ir.simplify import num_extrema
 from relaxlite.ir.symbolic import (
+    BinaryAtom,
     Extremum,
     FloorDiv,
     FloorMod,
     Min,
-    Pair,
     SymExpr,
     SymVar,
     ceildiv,
@@ -79,10 +79,10 @@ class Cost:
 
 def estimate_costs(module: IRModule, cache: ProgramCache | None = None) -> dict[str, Cost]:
     """What each program of the module costs."""
-    recall = (cache or ProgramCache()).recall
+    get_or_compute = (cache or ProgramCache()).get_or_compute
 
     def cost(program: TensorProgram) -> Cost:
-        return Cost(*recall("cost", program, "", lambda: cost_of(program).parts))
+        return Cost(*get_or_compute("cost", program, "", lambda: cost_of(program).parts))
 
     return {name: cost(program) for name, program in module.programs().items()}
 
@@ -167,7 +167,7 @@ class _Scope:
             return _Range(atom, atom)
         if isinstance(atom, SymVar):
             return _Range(_ZERO, self.extents[atom] - 1) if atom in self.extents else None
-        assert isinstance(atom, Pair)
+        assert isinstance(atom, BinaryAtom)
         a, b = self.range_of(atom.a), self.range_of(atom.b)
         if isinstance(atom, Extremum):
             if a is None or b is None:

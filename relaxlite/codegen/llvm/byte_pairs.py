@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from relaxlite.codegen.llvm.context import Kernel
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.codegen.llvm.widths import widest_lanes
-from relaxlite.ir.intrinsics import DOT4_BYTES, MAX_OF_PAIRS
+from relaxlite.ir.intrinsics import DOT4_PACKED_U8S8, MAX_MADDUBS_PRODUCT
 from relaxlite.ir.program import Intrinsic, Literal, Value
 from relaxlite.records import dataclass
 from relaxlite.target import Target
@@ -53,7 +53,7 @@ def emit_dots(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value],
     bounds: list[tuple[int, int]] = []
     operand_pairs: list[tuple[Value, Value]] = []
     start: Value = value
-    while isinstance(start, Intrinsic) and start.name == DOT4_BYTES:
+    while isinstance(start, Intrinsic) and start.name == DOT4_PACKED_U8S8:
         start, a, b, *literal_bounds = start.args
         operand_pairs.append((a, b))
         max_a, max_b = (int(g.value) if isinstance(g, Literal) else 0xFF for g in literal_bounds)
@@ -79,7 +79,7 @@ class _Sums:
 
     def add(self, a: Val, b: Val, max_a: int, max_b: int) -> None:
         """Add the products of the bytes of a, at most `max_a`, with those of b, at most `max_b` in magnitude."""
-        if max_a * max_b <= MAX_OF_PAIRS:
+        if max_a * max_b <= MAX_MADDUBS_PRODUCT:
             self._accumulate(a, b, max_a * max_b, 1)
             return
         self._accumulate(self._e.binary("and", a, self._all(_LOW_MASK)), b, _LOW_MASK * max_b, 1)
@@ -94,7 +94,7 @@ class _Sums:
 
     def _accumulate(self, a: Val, b: Val, bound: int, factor: int) -> None:
         e, lanes = self._e, a.lanes
-        if factor in self._pending and self._pending[factor][1] + bound > MAX_OF_PAIRS:
+        if factor in self._pending and self._pending[factor][1] + bound > MAX_MADDUBS_PRODUCT:
             self._flush(factor)
         operands = [e.op(f"bitcast {x} to <{4 * lanes} x i8>", "i8", 4 * lanes) for x in (a, b)]
         pairs = e.call(self._instructions.pairs, operands, "i16", 2 * lanes, "pairs")

@@ -20,7 +20,7 @@ from relaxlite.codegen.llvm.parallel import emit_parallel
 from relaxlite.codegen.llvm.types import convert, memory_elem
 from relaxlite.codegen.llvm.values import emit_value, guard
 from relaxlite.errors import CodegenError
-from relaxlite.ir.intrinsics import PAIRS
+from relaxlite.ir.intrinsics import DOT2_PACKED_BF16
 from relaxlite.ir.program import (
     Allocate,
     Barrier,
@@ -183,7 +183,12 @@ def _updated_element(k: Kernel, stmt: Store, old: Val) -> Val:
     assert stmt.combine is not None
     if stmt.combine == "add" and isinstance(value, Binary) and value.op == "mul" and dtypes.is_float(dtype):
         return k.e.fma(emit_value(k, value.a), emit_value(k, value.b), old)
-    if stmt.combine == "add" and isinstance(value, Intrinsic) and value.name == PAIRS and _is_zero(value.args[0]):
+    if (
+        stmt.combine == "add"
+        and isinstance(value, Intrinsic)
+        and value.name == DOT2_PACKED_BF16
+        and _is_zero(value.args[0])
+    ):
         return emit_dot_of_pairs(k, value, emit_value, old)
     return scalars.combine(k.e, stmt.combine, dtype, old, emit_value(k, value))
 

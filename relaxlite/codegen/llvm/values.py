@@ -23,16 +23,16 @@ from relaxlite.codegen.llvm.nearest import emit_nearest
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
 from relaxlite.ir.intrinsics import (
-    BITS,
-    DOT2_INT16,
-    DOT4_BYTES,
+    BITCAST_TO_FLOAT32,
+    DOT2_PACKED_BF16,
+    DOT2_PACKED_INT16,
+    DOT4_PACKED_U8S8,
     DOT_PRODUCTS,
     LOOKUP,
     NARROW,
-    NEAREST,
-    PACKED_BYTES,
-    PAIR,
-    PAIRS,
+    PACK_BF16,
+    PACK_BYTES,
+    ROUND_TO_INT32,
     type_error,
 )
 from relaxlite.ir.program import (
@@ -101,23 +101,23 @@ def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
             guard(k, arg.buffer, arg.indices)
     if value.name in DOT_PRODUCTS:
         return emit_dot(k, value, emit_value)
-    if value.name == DOT4_BYTES:
+    if value.name == DOT4_PACKED_U8S8:
         return emit_dot_of_words(k, value, emit_value)
-    if value.name == PACKED_BYTES:
+    if value.name == PACK_BYTES:
         return emit_word(k, value, emit_value)
-    if value.name == PAIRS:
+    if value.name == DOT2_PACKED_BF16:
         return emit_dot_of_pairs(k, value, emit_value)
-    if value.name == DOT2_INT16:
+    if value.name == DOT2_PACKED_INT16:
         return emit_dot_of_halves(k, value, emit_value)
-    if value.name == PAIR:
+    if value.name == PACK_BF16:
         return emit_pair(k, value, emit_value)
-    if value.name == NEAREST:
+    if value.name == ROUND_TO_INT32:
         return emit_nearest(k, value, emit_value)
     if value.name == NARROW:
         return emit_narrow(k, value, emit_value)
     if value.name == LOOKUP:
         return emit_lookup(k, value, emit_value)
-    if value.name == BITS:
+    if value.name == BITCAST_TO_FLOAT32:
         return k.e.cast("bitcast", emit_value(k, value.args[0]), "float")
     a, b, c = (emit_value(k, arg) for arg in value.args)
     return k.e.fma(a, b, c)

@@ -30,7 +30,7 @@ from relaxlite.ir.expr import (
     Var,
 )
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.simplify import is_long
+from relaxlite.ir.simplify import has_many_atoms
 from relaxlite.ir.symbolic import SymExpr, SymVar, substitute
 from relaxlite.ir.types import ShapeType, TensorType, type_symbols
 from relaxlite.ir.visitor import bodies, map_functions, substitute_type
@@ -105,7 +105,7 @@ class _Resolve:
                     reason = f"a loop binds {dim.name} anew"
                 elif not _keeps_promises(dim, known):
                     reason = f"{dim.name} has bounds that are not proven of {known}"
-                elif is_long(known):
+                elif has_many_atoms(known):
                     reason = f"{dim.name} is short for {known}"
             elif not _ANALYZER.can_prove_equal(known, substitute(dim, result)):
                 reason = f"{known} and {dim} are equal only by this check"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relaxlite.ir.intrinsics import DOT4_BYTES, PACKED_BYTES
+from relaxlite.ir.intrinsics import DOT4_PACKED_U8S8, PACK_BYTES
 from relaxlite.ir.ops.block_codes import four_bytes
 from relaxlite.ir.ops.scalars import Scalar
 from relaxlite.ir.program import Binary, Cast, Intrinsic, Literal, Load, Value
@@ -60,7 +60,7 @@ class Sum:
         """Return the packed int32 of the four bytes of x that dp4a group `q` is multiplied by."""
         *before, first = self.x.indices
         return Intrinsic(
-            PACKED_BYTES, tuple(Load(self.x.buffer, (*before, first + q * 4 + b)) for b in range(4)), "int32"
+            PACK_BYTES, tuple(Load(self.x.buffer, (*before, first + q * 4 + b)) for b in range(4)), "int32"
         )
 
 
@@ -280,9 +280,9 @@ def _match_sum(value: Value) -> Sum | None:
 def _match_chain(value: Value) -> tuple[Value, list[_Term]]:
     """Return the start of a chain of dot products, and its terms in order; no terms: it is no such chain."""
     terms: list[_Term] = []
-    while isinstance(value, Intrinsic) and value.name == DOT4_BYTES:
+    while isinstance(value, Intrinsic) and value.name == DOT4_PACKED_U8S8:
         total, code, word, greatest, _ = value.args
-        if not isinstance(word, Intrinsic) or word.name != PACKED_BYTES or not isinstance(word.args[0], Load):
+        if not isinstance(word, Intrinsic) or word.name != PACK_BYTES or not isinstance(word.args[0], Load):
             return value, []
         if not isinstance(greatest, Literal):
             return value, []

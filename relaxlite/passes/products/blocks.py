@@ -22,7 +22,7 @@ from typing import ClassVar, TypeAlias
 
 from relaxlite import dtypes
 from relaxlite.cpus import PrefetchPlan
-from relaxlite.ir.intrinsics import DOT4_BYTES
+from relaxlite.ir.intrinsics import DOT4_PACKED_U8S8
 from relaxlite.ir.program import (
     Allocate,
     Buffer,
@@ -79,7 +79,7 @@ def block_product(block: Block, lanes: int, target: Target) -> BlockProduct | No
     """Match a block as a product with blocked weights; None: it is none."""
     if block.is_pair or len(perfect_nest(block.stmts[1]).loops) != 1 or block.update.combine != "add":
         return None
-    if not any(isinstance(v, Intrinsic) and v.name == DOT4_BYTES for v in all_values(block.update)):
+    if not any(isinstance(v, Intrinsic) and v.name == DOT4_PACKED_U8S8 for v in all_values(block.update)):
         return None
     init, column = block.stmts[0], block.vector_loop()
     if column is None or not isinstance(init, Store) or not isinstance(init.value, Literal) or init.value.value != 0:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relaxlite.ir.intrinsics import DOT2_INT16
+from relaxlite.ir.intrinsics import DOT2_PACKED_INT16
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, Intrinsic, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute
@@ -132,4 +132,4 @@ class _Int16Activations:
 
 def _dot(total: Scalar | int, a: Scalar, b: Scalar) -> Scalar:
     start = literal(total, "int32") if isinstance(total, int) else total.value
-    return Scalar(Intrinsic(DOT2_INT16, (start, a.value, b.value), "int32"))
+    return Scalar(Intrinsic(DOT2_PACKED_INT16, (start, a.value, b.value), "int32"))

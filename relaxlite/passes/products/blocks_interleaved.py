@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relaxlite.ir.intrinsics import BITS, DOT4_BYTES
+from relaxlite.ir.intrinsics import BITCAST_TO_FLOAT32, DOT4_PACKED_U8S8
 from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Intrinsic, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute
@@ -119,7 +119,7 @@ def _interleaved_rows(body: Store, loops: TileLoops, start: Value, offset: Value
         steps.append([])
         for buffer, part in zip(sums, sums_of_block.sums, strict=True):
             bounds = literal(part.greatest, "int32"), literal(SIGN, "int32")
-            dot = Intrinsic(DOT4_BYTES, (Load(buffer, at), part.codes[q], part.word(sym(q)), *bounds), "int32")
+            dot = Intrinsic(DOT4_PACKED_U8S8, (Load(buffer, at), part.codes[q], part.word(sym(q)), *bounds), "int32")
             steps[-1].append(Store(buffer, at, dot))
     *high, total = (Scalar(Load(buffer, at)) for buffer in sums)
     if high:
@@ -128,7 +128,7 @@ def _interleaved_rows(body: Store, loops: TileLoops, start: Value, offset: Value
     if offset is not None:
         product = scaled(body.value, sums_of_block.value)
         assert product is not None
-        as_float = Intrinsic(BITS, (total.value,), "float32")
+        as_float = Intrinsic(BITCAST_TO_FLOAT32, (total.value,), "float32")
         replacements = {id(product): Intrinsic("fma", (as_float, product.b, offset), "float32")}
     steps.append([replace(body, value=Replacement(replacements).value(body.value))])
     code = seq(*(Substitute(fresh=True).stmt(nest(loops, seq(*step))) for step in steps))

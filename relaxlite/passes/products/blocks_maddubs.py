@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import ClassVar
 
-from relaxlite.ir.intrinsics import DOT4_BYTES, MAX_OF_PAIRS
+from relaxlite.ir.intrinsics import DOT4_PACKED_U8S8, MAX_MADDUBS_PRODUCT
 from relaxlite.ir.ops.block_codes import DP4A_BYTES, ONES
 from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import (
@@ -101,7 +101,7 @@ class _ByteActivations:
     @property
     def are_unsigned(self) -> bool:
         is_signed = any(self._zeros) and fit_signed(self._zeros, self._last.greatest)
-        return is_signed and max(self._max_codes) * _BYTE <= MAX_OF_PAIRS
+        return is_signed and max(self._max_codes) * _BYTE <= MAX_MADDUBS_PRODUCT
 
     def replace_sum(self, stmt: Stmt) -> Stmt:
         """Replace the integer sum of a block in a statement by maddubs products."""
@@ -182,7 +182,7 @@ def _one_chain(part: Sum) -> Scalar:
 
 def _dot(total: Scalar, a: Value, most_a: int, b: Value, most_b: int) -> Scalar:
     bounds = literal(most_a, "int32"), literal(most_b, "int32")
-    return Scalar(Intrinsic(DOT4_BYTES, (total.value, a, b, *bounds), "int32"))
+    return Scalar(Intrinsic(DOT4_PACKED_U8S8, (total.value, a, b, *bounds), "int32"))
 
 
 class InterleavedPanels(ManyRows):
@@ -239,7 +239,7 @@ def _in_pairs(loop: For, inner: Sequence[For], body: Store) -> Stmt:
 
 def _chains(value: Value) -> list[Value]:
     """Return the outermost dot product of each chain in a value."""
-    if isinstance(value, Intrinsic) and value.name == DOT4_BYTES:
+    if isinstance(value, Intrinsic) and value.name == DOT4_PACKED_U8S8:
         return [value]
     chains = [chain for child in value_children(value) for chain in _chains(child)]
     return list({id(chain): chain for chain in chains}.values())

@@ -24,7 +24,7 @@ _TYPE_NAMES = ("Tensor", "Shape", "Tuple", "Func", "Object")
 
 
 @dataclass(slots=True)
-class Arguments:
+class CallArguments:
     """Arguments of a call in the text. Parsers remove those that they handle; `finish` rejects the others."""
 
     call: ast.AST
@@ -36,7 +36,7 @@ class Arguments:
         return self.keywords.pop(name, None)
 
 
-class Reader:
+class ParserBase:
     """Parser of the constructs that functions and programs share. `scope` maps names to nodes in scope.
 
     Methods raise ParseError for any other construct.
@@ -69,14 +69,14 @@ class Reader:
         candidates = [name for name, value in self.scope.items() if isinstance(value, kind)]
         self.fail(node, f"unknown {what} {node.id}", near=(node.id, candidates))
 
-    def arguments(self, call: ast.Call) -> Arguments:
+    def arguments(self, call: ast.Call) -> CallArguments:
         """Positional and keyword arguments of a call."""
         keywords = {}
         for keyword in call.keywords:
             if keyword.arg is None:
                 self.fail(keyword.value, "`**` has no meaning here")
             keywords[keyword.arg] = keyword.value
-        return Arguments(call, call.args, keywords)
+        return CallArguments(call, call.args, keywords)
 
     def parameters(self, node: ast.FunctionDef) -> list[ast.arg]:
         """Parameters of a definition, without defaults or variadic parameters."""
@@ -92,7 +92,7 @@ class Reader:
                 self.fail(unsupported, "parameters are written name: type, nothing else")
         return signature.args
 
-    def finish(self, arguments: Arguments, counts: tuple[int, ...], what: str) -> None:
+    def finish(self, arguments: CallArguments, counts: tuple[int, ...], what: str) -> None:
         """Reject remaining keyword arguments, and any number of positional arguments not in `counts`."""
         for name, node in arguments.keywords.items():
             self.fail(node, f"{what} has no argument {name}")
@@ -139,7 +139,7 @@ class Reader:
             return node.elts
         self.fail(node, "expected a tuple; one element is written (n,)")
 
-    def attrs(self, arguments: Arguments) -> dict[str, AttrValue]:
+    def attrs(self, arguments: CallArguments) -> dict[str, AttrValue]:
         """Parse all remaining keywords, and the entries of `attrs={...}`, as attributes."""
         attr_values: dict[str, AttrValue] = {}
         awkward = arguments.take("attrs")
@@ -204,7 +204,7 @@ class Reader:
         self.define(stmt, self.target(stmt), self.new_symbol(arguments, name))
         return True
 
-    def new_symbol(self, arguments: Arguments, name: str) -> SymVar:
+    def new_symbol(self, arguments: CallArguments, name: str) -> SymVar:
         """Create a symbol with the bounds and divisor of the keywords."""
         lower, upper, divisor = (arguments.take(fact) for fact in ("lower", "upper", "divisor"))
         self.finish(arguments, (0,), "a symbol's declaration")
@@ -253,7 +253,7 @@ class Reader:
             return FuncType(tuple(self.type(item) for item in self.items(params)), self.type(result))
         self.fail(node, f"unknown type {kind}", near=(kind, _TYPE_NAMES))
 
-    def _tensor_type(self, arguments: Arguments) -> TensorType:
+    def _tensor_type(self, arguments: CallArguments) -> TensorType:
         dtype, rank = arguments.take("dtype"), arguments.take("rank")
         if dtype is None:
             self.finish(arguments, (2,), "Tensor")
