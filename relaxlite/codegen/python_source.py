@@ -16,7 +16,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import CodegenError, ExecutionError
 from relaxlite.ir import scalar_functions
-from relaxlite.ir.intrinsics import DOT2_INT16, DOT4_BYTES, LOOKUP, PACKED_BYTES
+from relaxlite.ir.intrinsics import DOT2_PACKED_INT16, DOT4_PACKED_U8S8, LOOKUP, PACK_BYTES
 from relaxlite.ir.program import (
     Allocate,
     Barrier,
@@ -360,10 +360,10 @@ def _pack_bytes(*parts: Any) -> np.int32:
 
 _PACKED_INTRINSICS: dict[str, Callable[..., np.int32]] = {
     "dot4_u8s8": _dot4_bytes,
-    DOT4_BYTES: _dp4a,
-    DOT2_INT16: _dot2_int16,
+    DOT4_PACKED_U8S8: _dp4a,
+    DOT2_PACKED_INT16: _dot2_int16,
     LOOKUP: _lookup_bytes,
-    PACKED_BYTES: _pack_bytes,
+    PACK_BYTES: _pack_bytes,
 }
 
 

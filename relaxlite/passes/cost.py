@@ -43,11 +43,11 @@ from relaxlite.ir.program_cache import ProgramCache
 from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
 from relaxlite.ir.simplify import num_extrema
 from relaxlite.ir.symbolic import (
+    BinaryAtom,
     Extremum,
     FloorDiv,
     FloorMod,
     Min,
-    Pair,
     SymExpr,
     SymVar,
     ceildiv,
@@ -80,10 +80,10 @@ class Cost:
 
 def estimate_costs(module: IRModule, cache: ProgramCache | None = None) -> dict[str, Cost]:
     """Compute the cost of each program of a module, by program name."""
-    recall = (cache or ProgramCache()).recall
+    get_or_compute = (cache or ProgramCache()).get_or_compute
 
     def cost(program: TensorProgram) -> Cost:
-        return Cost(*recall("cost", program, "", lambda: cost_of(program).parts))
+        return Cost(*get_or_compute("cost", program, "", lambda: cost_of(program).parts))
 
     return {name: cost(program) for name, program in module.programs().items()}
 
@@ -171,7 +171,7 @@ class _Scope:
             return _Range(atom, atom)
         if isinstance(atom, SymVar):
             return _Range(_ZERO, self.extents[atom] - 1) if atom in self.extents else None
-        assert isinstance(atom, Pair)
+        assert isinstance(atom, BinaryAtom)
         a, b = self.range_of(atom.a), self.range_of(atom.b)
         if isinstance(atom, Extremum):
             if a is None or b is None:

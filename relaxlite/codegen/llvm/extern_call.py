@@ -1,7 +1,7 @@
 """Calls of library routines from kernels.
 
-The address of a routine stands in a cell, a word of memory that the runtime fills in when it loads the kernel
-(runtime/libraries.py): zero where there is no such routine.
+A kernel loads a routine's address from an external global, its cell, which the runtime fills in when it loads the
+kernel (runtime/libraries.py); null where the routine is missing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from relaxlite.runtime.libraries import TILES, cell_name
 
 
 def emit_found(k: Kernel, value: LibraryFound) -> Val:
+    """Emit whether a library routine is present, as i1."""
     if value.is_required:
         return TRUE
     return k.e.icmp("ne", _routine(k, value.library, value.symbol), Val("null", "ptr"), "found")
 
 
 def emit_library_call(k: Kernel, stmt: CallLibrary) -> None:
+    """Emit the call of a routine; a nonzero status fails the kernel. CodegenError inside a vectorized loop."""
     if k.lanes:
         raise CodegenError(f"{stmt.symbol} of {stmt.library} is called inside a vectorized loop")
     if stmt.library == TILES:
@@ -35,21 +37,21 @@ def emit_library_call(k: Kernel, stmt: CallLibrary) -> None:
     values = [_argument(k, arg) for arg in stmt.args]
     if stmt.convention == "arrays":
         addresses = [v for v in values if v.elem == "ptr"]
-        words = [v for v in values if v.elem != "ptr"]
-        values = [_stack_array(k, "addresses", addresses), _stack_array(k, "words", words)]
+        numbers = [v for v in values if v.elem != "ptr"]
+        values = [_stack_array(k, "addresses", addresses), _stack_array(k, "words", numbers)]
     arguments = ", ".join(map(str, values))
     k.forget_loads()
     if stmt.convention == "c":
         k.e.line(f"call void {routine.text}({arguments})")
         return
-    if stmt.convention == "arrays":  # Python may take long, and work on all cores: our workers need not wait awake
+    if stmt.convention == "arrays":  # a Python function may run long and use all cores, so let idle workers sleep
         k.e.call_void("relaxlite_hold_workers", [int_const(-1, "i32")])
     status = k.e.op(f"call i32 {routine.text}({arguments})", "i32", 0, "status")
     if stmt.convention == "arrays":
         k.e.call_void("relaxlite_hold_workers", [int_const(1, "i32")])
     message = f"the routine {stmt.symbol} of the library {stmt.library} failed"
-    number = k.checks.setdefault(message, len(k.checks)) + 1
-    k.fail_if(k.e.icmp("ne", status, int_const(0, "i32"), "wrong"), number)
+    failure_status = k.checks.setdefault(message, len(k.checks)) + 1
+    k.fail_if(k.e.icmp("ne", status, int_const(0, "i32"), "wrong"), failure_status)
 
 
 def _routine(k: Kernel, library: str, symbol: str) -> Val:
@@ -68,9 +70,9 @@ def _argument(k: Kernel, arg: Value) -> Val:
 
 
 def _stack_array(k: Kernel, name: str, values: Sequence[Val]) -> Val:
-    """The values, each of 8 bytes, one after the other."""
+    """Store 8-byte values to a stack array; returns its address."""
     array = k.stack_array(name, "i64", max(len(values), 1))
     for number, value in enumerate(values):
-        place = k.e.op(f"getelementptr i64, {array}, i64 {number}", "ptr", 0, "slot")
-        k.e.line(f"store {value}, {place}, align 8")
+        address = k.e.op(f"getelementptr i64, {array}, i64 {number}", "ptr", 0, "slot")
+        k.e.line(f"store {value}, {address}, align 8")
     return array

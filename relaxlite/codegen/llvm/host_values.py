@@ -1,8 +1,8 @@
-"""What a host function computes with: the VM's values, with pointers and dimensions in SSA values; and owned memory.
+"""Values of host functions: the VM's values with pointers and dimensions as SSA values, and reference-counted memory.
 
-Ranks and dtypes are known while the code is written, and tuples are taken apart. A block of memory that the host
-function allocates itself carries a count of references. They are held by slots on the stack: one for each place
-that allocates, and one for each tensor that is read from a variable. All slots are let go of when the function ends.
+Ranks and dtypes are static, and tuples are scalarized. A block that the host function allocates has a reference count.
+References are held by owner slots on the stack: one per allocating instruction, and one per tensor read from a
+variable. All slots are released when the function ends.
 """
 
 from __future__ import annotations
@@ -18,38 +18,45 @@ from relaxlite.runtime import host
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """`owner`: the block that keeps the memory, null at run time for none; None when there surely is none."""
+    """A tensor. `owner`: the block of its memory, a null pointer at run time for none; None: statically none."""
 
     ptr: Val
     dims: tuple[Val, ...]
     dtype: str
     owner: Val | None = None
-    is_borrowed: bool = False  # read from a variable, whose next value may free the memory
+    is_borrowed: bool = False  # read from a variable; assigning the variable may free the memory
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    """A shape of static rank."""
+
     dims: tuple[Val, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Heap:
+    """A shape heap: int64 slots in the frame."""
+
     ptr: Val
     slots: int
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
+    """An arena of memory for views."""
+
     ptr: Val
     nbytes: Val
-    owner: Val | None  # None: Python's
+    owner: Val | None  # None: Python owns the arena
 
 
 Value: TypeAlias = "Tensor | Shape | Heap | Arena | tuple[Value, ...]"
 
 
 def kind_of(value: Value) -> object:
-    """What two values have in common that one variable can hold."""
+    """Static type of a value that a variable can hold: two values of one variable must agree in it; None: neither
+    can."""
     match value:
         case Tensor():
             return value.dtype, len(value.dims)
@@ -61,6 +68,7 @@ def kind_of(value: Value) -> object:
 
 
 def fields_of(value: Value) -> tuple[Val, ...]:
+    """All SSA values of a value: pointers and dimensions, tuples flattened."""
     match value:
         case Tensor():
             return (value.ptr, *value.dims)
@@ -72,13 +80,14 @@ def fields_of(value: Value) -> tuple[Val, ...]:
 
 
 def tensors_of(value: Value) -> tuple[Tensor, ...]:
+    """All tensors of a value, tuples flattened."""
     if isinstance(value, tuple):
         return tuple(tensor for item in value for tensor in tensors_of(item))
     return (value,) if isinstance(value, Tensor) else ()
 
 
 def rebuilt(value: Value, fields: Iterator[Val], owners: Iterator[Val]) -> Value:
-    """A value of the same kind, of other fields and owners, which are those of a variable."""
+    """A value of the same type with the fields and owners of a variable; its tensors are borrowed."""
     match value:
         case Tensor():
             return Tensor(
@@ -91,14 +100,14 @@ def rebuilt(value: Value, fields: Iterator[Val], owners: Iterator[Val]) -> Value
     return value
 
 
-def kept(value: Value, known: Mapping[Tensor, Tensor]) -> Value:
-    """The value with borrowed tensors replaced."""
+def kept(value: Value, replacements: Mapping[Tensor, Tensor]) -> Value:
+    """Replace tensors of a value."""
     if isinstance(value, tuple):
-        return tuple(kept(item, known) for item in value)
-    return known.get(value, value) if isinstance(value, Tensor) else value
+        return tuple(kept(item, replacements) for item in value)
+    return replacements.get(value, value) if isinstance(value, Tensor) else value
 
 
-BLOCK_HEADER = 64  # bytes before a block's data, which keep it aligned; the first word counts references
+BLOCK_HEADER = 64  # bytes before a block's data, a multiple of the alignment; the first 8 are the reference count
 
 MEMORY_IR = Template("""
 declare ptr @relaxlite_scratch_alloc(i64)

@@ -1,7 +1,7 @@
-"""Writes the VM's instructions as LLVM IR, one after the other, with the interpreter's checks (codegen/llvm/host.py).
+"""Translate VM instructions to LLVM IR with the interpreter's checks, for host functions (codegen/llvm/host.py).
 
-Registers that one instruction writes are SSA values; the others, of branches and loops, are variables on the stack.
-What is computed from the heap is remembered up to the next label, for LLVM runs no pass that would find it again.
+Registers with one definition are SSA values; registers with several, of branches and loops, are stack variables. Heap
+loads, products of dimensions and passed checks are reused up to the next label, as no LLVM pass does that here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NULL = Val("null", "ptr")
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a host function is written from."""
+    """Input of host code generation: the plan of the bytecode, signature, kernels, constants and frame layout."""
 
     plan: HostPlan
     signature: Signature
@@ -49,7 +49,7 @@ class Program:
 
 @dataclass(slots=True)
 class _Variable:
-    """A register that several instructions write: a place on the stack per field, and a slot per tensor's owner."""
+    """A register with several definitions: an alloca per field, and an owner slot per tensor."""
 
     sample: Value
     places: list[Val]
@@ -58,7 +58,7 @@ class _Variable:
 
 @dataclass(slots=True)
 class Known:
-    """What has been computed since the last label: values of heap slots, products, and checks that have passed."""
+    """Available values since the last label: heap slots, products of dimensions, and bounds checks of views."""
 
     slots: dict[tuple[Operand, int], Val] = field(default_factory=dict)
     products: dict[tuple[str, ...], Val] = field(default_factory=dict)
@@ -66,13 +66,15 @@ class Known:
 
 
 class Writer:
-    """Writes one of the functions. `variables`: the registers that live on the stack."""
+    """Base class of the writers of prepare and run. `variables`: registers with several definitions."""
 
     def __init__(self, module: ModuleEmitter, program: Program, variables: frozenset[int]) -> None:
         self.program, self.plan, self.layout = program, program.plan, program.layout
         self.module, self.e = module, Emitter(module)
         self.e.start("entry")
-        self.owners: Lines = self.e.reserve()  # where the array of slots is made, once their number is known
+        self.owners: Lines = (
+            self.e.reserve()
+        )  # insertion point of the array of owner slots, whose size is known at the end
         self.entry: Lines = self.e.reserve()
         self.frame = Val("%frame", "ptr")
         self.known = Known()
@@ -81,9 +83,9 @@ class Writer:
         self.registers: dict[int, Value] = {}
         self.tables: dict[int, Val] = {}
         self.num_owners = 0
-        self.owner_of: dict[int, Val] = {}  # the slot of the block that an instruction allocates
+        self.owner_of: dict[int, Val] = {}  # allocating instruction -> owner slot
         self.numbers = {name: number for number, name in enumerate(program.kernels)}
-        self.arguments: Val | None = None  # of kernels
+        self.arguments: Val | None = None  # stack array of kernel arguments
         self.builtins: dict[str, Callable[[int, int, tuple[Operand, ...]], None]] = {
             "alloc_heap": self._alloc_heap,
             "match_shape": self._match_shape,
@@ -100,6 +102,7 @@ class Writer:
     # Memory
 
     def at(self, pointer: Val, word: int, hint: str = "at") -> Val:
+        """Address of an 8-byte word."""
         return self.e.op(f"getelementptr i64, {pointer}, i64 {word}", "ptr", 0, hint) if word else pointer
 
     def load(self, pointer: Val, elem: str, hint: str = "v", align: int = 8) -> Val:
@@ -115,11 +118,12 @@ class Writer:
         self.store(value, self.at(self.frame, word))
 
     def give_up_if(self, conditions: Sequence[Val]) -> None:
+        """Branch to the exit "give_up" if any condition (i1) holds."""
         if not conditions:
             return
         bad = conditions[0]
-        for other in conditions[1:]:
-            bad = self.e.binary("or", bad, other, "bad")
+        for further in conditions[1:]:
+            bad = self.e.binary("or", bad, further, "bad")
         passed = self.e.fresh("passed")
         self.e.branch_if(bad, "give_up", passed)
         self.e.start(passed)
@@ -127,21 +131,22 @@ class Writer:
     # Values
 
     def parameters(self) -> list[Tensor]:
-        """The inputs; their constant dimensions are those of the signature."""
-        result = []
+        """Inputs as tensors; constant dimensions are taken from the signature."""
+        tensors = []
         for at, spec in zip(self.layout.inputs, self.program.signature.inputs, strict=True):
             dims = tuple(
                 int_const(size) if isinstance(size, int) else self.load_word(at + 1 + axis, hint="dim")
                 for axis, size in enumerate(spec.shape)
             )
-            result.append(Tensor(self.load_word(at, "ptr", "input"), dims, spec.dtype))
-        return result
+            tensors.append(Tensor(self.load_word(at, "ptr", "input"), dims, spec.dtype))
+        return tensors
 
     def _heap(self, register: int) -> Heap:
         first, slots = self.plan.heaps[register]
         return Heap(self.at(self.frame, self.layout.heap + first, "heap"), slots)
 
     def value(self, operand: Operand) -> Value:
+        """Value of a register or constant. NotNativeError for a register without a definition before this use."""
         if isinstance(operand, Const):
             return self._constant(operand.index)
         assert isinstance(operand, Reg)
@@ -157,6 +162,7 @@ class Writer:
         return self.as_tensor(self.value(operand))
 
     def as_tensor(self, value: Value) -> Tensor:
+        """The value as a tensor, a heap as int64[slots]; NotNativeError for other values."""
         if isinstance(value, Heap):
             return Tensor(value.ptr, (int_const(value.slots),), "int64")
         if not isinstance(value, Tensor):
@@ -164,28 +170,29 @@ class Writer:
         return value
 
     def _constant(self, index: int) -> Tensor:
-        """Its address is loaded anew each time: values that live through the whole function cost compile time."""
+        """A constant. Its address is loaded at each use: values that live through the function cost compile time."""
         array = self.program.constants[index]
         pointer = self.load(self.at(self.table(host.CONSTANTS, "constants"), index), "ptr", f"c{index}")
         return Tensor(pointer, tuple(map(int_const, array.shape)), dtypes.from_numpy(array.dtype) or "")
 
     def table(self, word: int, name: str) -> Val:
-        """One of the tables of addresses that the frame names."""
+        """Address table whose pointer is in a word of the frame."""
         if word not in self.tables:
             with self.e.place(self.entry):
                 self.tables[word] = self.load_word(word, "ptr", name)
         return self.tables[word]
 
     def define(self, dst: int, value: Value) -> None:
+        """Assign a value to a register; -1: none."""
         if dst < 0:
             return
         if dst in self.is_variable:
             self._write(dst, value)
         else:
-            self.registers[dst] = self._keep(value)
+            self.registers[dst] = self._retain_borrowed(value)
 
-    def _keep(self, value: Value) -> Value:
-        """The value with references of its own to memory that it knows from variables."""
+    def _retain_borrowed(self, value: Value) -> Value:
+        """The value with its own references to the blocks of borrowed tensors."""
         borrowed = [t for t in tensors_of(value) if t.is_borrowed and t.owner is not None]
         for tensor in borrowed:
             self.e.line(f"call void @retain({tensor.owner})")
@@ -195,11 +202,11 @@ class Writer:
         return kept(value, {t: Tensor(t.ptr, t.dims, t.dtype, t.owner) for t in borrowed})
 
     def release(self, site: int) -> None:
-        """Let go of what an instruction has allocated."""
+        """Release the block that an instruction has allocated."""
         self._own(NULL, self.owner_of[site])
 
     def _own(self, block: Val, slot: Val) -> None:
-        """A slot takes the caller's reference to the block, in place of the one that it took the last time."""
+        """Move a reference to a block into an owner slot, and release the block that the slot held."""
         old = self.load(slot, "ptr", "old")
         self.store(block, slot)
         self.e.line(f"call void @release({old})")
@@ -235,19 +242,20 @@ class Writer:
             self.e.line(f"call void @retain({owner})")
         for place, item in zip(variable.places, fields_of(value), strict=True):
             self.store(item, place)
-        old = [self.load(slot, "ptr", "old") for slot in variable.owners]
+        replaced = [self.load(slot, "ptr", "old") for slot in variable.owners]
         for slot, owner in zip(variable.owners, owners, strict=True):
             self.store(owner, slot)
-        for block in old:
+        for block in replaced:
             self.e.line(f"call void @release({block})")
 
     # Shapes
 
     def dims(self, heap: Operand, dims: Sequence[int]) -> tuple[Val, ...]:
-        """Dims of the bytecode: constants, or slots of the heap."""
+        """Dimensions as the bytecode encodes them: constants, or ~slot of the heap."""
         return tuple(int_const(dim) if dim >= 0 else self.slot(heap, ~dim) for dim in dims)
 
     def slot(self, heap: Operand, slot: int) -> Val:
+        """Value of a heap slot."""
         word = self._slot_word(heap, slot)
         if (heap, slot) not in self.known.slots:
             self.known.slots[heap, slot] = self.load_word(word, hint=f"slot{slot}")
@@ -260,7 +268,7 @@ class Writer:
         return self.layout.heap + first + slot
 
     def product(self, dims: Sequence[Val], factor: int) -> Val:
-        """The product of dimensions and a constant; gives up where one is negative or 64 bits do not hold it."""
+        """Product of dimensions and a constant; gives up on a negative dimension or int64 overflow."""
         unknown = []
         for dim in dims:
             if dim.is_const:
@@ -287,6 +295,7 @@ class Writer:
     # Instructions
 
     def instruction(self, at: int, call: Call) -> None:
+        """Emit a kernel call or a builtin."""
         self.e.comment(f"{at}: {call.callee.replace(chr(10), ' ')}")
         kind, _, name = call.callee.partition(":")
         if kind == "kernel":
@@ -315,9 +324,9 @@ class Writer:
     def _argument_array(self) -> Val:
         if self.arguments is None:
             code = self.plan.function.instructions
-            most = max(len(i.operands) for i in code if isinstance(i, Call) and i.callee.startswith("kernel:"))
+            max_operands = max(len(i.operands) for i in code if isinstance(i, Call) and i.callee.startswith("kernel:"))
             with self.e.place(self.entry):
-                self.arguments = self.e.op(f"alloca [{most} x ptr]", "ptr", 0, "arguments_of_kernel")
+                self.arguments = self.e.op(f"alloca [{max_operands} x ptr]", "ptr", 0, "arguments_of_kernel")
         return self.arguments
 
     def _alloc_heap(self, at: int, dst: int, operands: tuple[Operand, ...]) -> None:
@@ -344,21 +353,21 @@ class Writer:
         self.give_up_if(bad)
 
     def differs(self, a: Val, b: Val) -> list[Val]:
-        """Conditions; none where the two are surely equal."""
+        """Conditions (i1) that two values differ; empty where they are statically equal."""
         return [] if a == b else [self.e.icmp("ne", a, b, "differs")]
 
     def out_of_bounds(
         self, dim: Val, lower: int | None, upper: int | None, divisor: int, *, is_size: bool
     ) -> list[Val]:
-        """Conditions under which a symbol's value breaks its bounds. Sizes of tensors are not negative."""
+        """Conditions (i1) that a symbol's value breaks its bounds; `is_size`: the value is known to be nonnegative."""
         bad = []
         if lower is not None and not (is_size and lower <= 0):
             bad.append(self.e.icmp("slt", dim, int_const(lower), "low"))
         if upper is not None and upper < _MAX_I64:
             bad.append(self.e.icmp("sgt", dim, int_const(upper), "high"))
         if divisor > 1:
-            rest = self.e.binary("srem", dim, int_const(divisor), "rest")
-            bad.append(self.e.icmp("ne", rest, int_const(0), "uneven"))
+            remainder = self.e.binary("srem", dim, int_const(divisor), "rest")
+            bad.append(self.e.icmp("ne", remainder, int_const(0), "uneven"))
         return bad
 
     def _alloc_tensor(self, at: int, dst: int, operands: tuple[Operand, ...]) -> None:
@@ -367,7 +376,7 @@ class Writer:
         self.define(dst, Tensor(pointer, dims, dtype, owner))
 
     def allocate(self, at: int, nbytes: Val) -> tuple[Val, Val]:
-        """Memory for instruction `at`, and the block that owns it, which a slot keeps."""
+        """Allocate memory for instruction `at`; returns (pointer, owning block), which an owner slot holds."""
         return self._block(at, nbytes)
 
     def _block(self, at: int, nbytes: Val) -> tuple[Val, Val]:
@@ -383,8 +392,8 @@ class Writer:
             pointer, owner = self._block(at, nbytes)
             self.registers[dst] = Arena(pointer, nbytes, owner)
             return
-        room = self.load_word(host.ARENA_BYTES, hint="room")
-        self.give_up_if([self.e.icmp("ugt", nbytes, room, "too_small")])
+        available = self.load_word(host.ARENA_BYTES, hint="room")
+        self.give_up_if([self.e.icmp("ugt", nbytes, available, "too_small")])
         self.registers[dst] = Arena(self.load_word(host.ARENA, "ptr", "arena"), nbytes, None)
 
     def _view(self, at: int, dst: int, operands: tuple[Operand, ...]) -> None:

@@ -1,6 +1,6 @@
-"""Tensor programs to LLVM IR: one LLVM module for each.
+"""Lower tensor programs to LLVM IR, one module per program.
 
-A kernel has the signature i32(ptr buffers, ptr symbols) that docs/runtime-abi.md states.
+Kernels have the signature i32(ptr buffers, ptr symbols) of docs/runtime-abi.md.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from relaxlite.target import Target
 
 @dataclass(frozen=True, slots=True)
 class KernelText:
-    """A kernel as LLVM IR, and the messages of its checks: `checks[k - 1]` belongs to status k."""
+    """LLVM IR of a kernel, and the messages of its checks: `checks[k - 1]` for status k."""
 
     text: str
     checks: tuple[str, ...]
 
 
 def emit_program(name: str, program: TensorProgram, target: Target) -> str:
-    """The LLVM IR of one program, as it is before LLVM's own passes."""
+    """LLVM IR of a program before LLVM's passes. CodegenError names a program that cannot be lowered."""
     return emit_kernel(name, program, target, "kernel_" + re.sub(r"[^A-Za-z0-9_]", "_", name)).text
 
 
 def emit_kernel(
     name: str, program: TensorProgram, target: Target, symbol: str, *, is_guarded: bool = False
 ) -> KernelText:
-    """A module whose only visible function is `symbol`; `is_guarded` as guarded.py says. CodegenError names the program
-    that cannot be expressed."""
+    """Emit a module that exports `symbol`; `is_guarded`: unscheduled and bounds-checked (guarded.py). CodegenError
+    names a program that cannot be lowered."""
     module = ModuleEmitter(target)
     try:
         checks = _emit_function(module, symbol, name, one_by_one(program) if is_guarded else program, is_guarded)
@@ -57,8 +57,8 @@ def _emit_function(
     e.start("entry")
     entry = e.reserve()
     k = Kernel(symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get(CHECKED)), is_guarded=is_guarded)
-    ahead: Any = program.attrs.get(PREFETCH_BYTES, ())
-    k.ahead = {program.params[number]: count for number, count in ahead}
+    prefetch_bytes: Any = program.attrs.get(PREFETCH_BYTES, ())
+    k.ahead = {program.params[number]: count for number, count in prefetch_bytes}
     in_order: Any = program.attrs.get(IN_ORDER, ())
     k.in_order = frozenset(program.params[number] for number in in_order)
     for number, buffer in enumerate(program.params):
@@ -75,12 +75,12 @@ def _emit_function(
 
 
 def _load_argument(e: Emitter, array: str, number: int, elem: str, hint: str) -> Val:
-    place = e.op(f"getelementptr i64, ptr %{array}, i64 {number}", "ptr", 0, f"{hint}_slot")
-    return e.op(f"load {elem}, {place}, align 8", elem, 0, hint)
+    address = e.op(f"getelementptr i64, ptr %{array}, i64 {number}", "ptr", 0, f"{hint}_slot")
+    return e.op(f"load {elem}, {address}, align 8", elem, 0, hint)
 
 
 def _describe(name: str, program: TensorProgram) -> str:
-    """The comment above a kernel: its program's signature."""
+    """Comment above a kernel with its program's signature."""
 
     def list_of(buffers: Sequence[Buffer]) -> str:
         return ", ".join(f"{b.name}: {b.dtype}[{', '.join(map(str, b.shape))}]" for b in buffers)
@@ -88,4 +88,4 @@ def _describe(name: str, program: TensorProgram) -> str:
     symbols = f"; symbols {', '.join(v.name for v in program.symbols)}" if program.symbols else ""
     attrs = f"; {program.identity!r}" if program.identity else ""
     text = f"; program {name}({list_of(program.inputs)}) -> {list_of(program.outputs)}{symbols}{attrs}"
-    return " ".join(text.split())  # one line, whatever the names hold
+    return " ".join(text.split())  # one line, whatever characters names have

@@ -1,7 +1,7 @@
-"""Values: expressions over loaded data, as instructions.
+"""Lower value expressions of tensor programs.
 
-A value is a scalar until something in it varies over the lanes. `Select` is lazy: a condition that is the same in all
-lanes becomes a branch when a side loads something, one that varies becomes a mask for the loads of both sides.
+A value is emitted as a scalar unless it varies over lanes. `Select` is lazy: a uniform condition becomes a branch where
+a side contains a load, a varying one becomes a mask for the loads of both sides.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from relaxlite.codegen.llvm.nearest import emit_nearest
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
 from relaxlite.ir.intrinsics import (
-    BITS,
-    DOT2_INT16,
-    DOT4_BYTES,
+    BITCAST_TO_FLOAT32,
+    DOT2_PACKED_BF16,
+    DOT2_PACKED_INT16,
+    DOT4_PACKED_U8S8,
     DOT_PRODUCTS,
     LOOKUP,
     NARROW,
-    NEAREST,
-    PACKED_BYTES,
-    PAIR,
-    PAIRS,
+    PACK_BF16,
+    PACK_BYTES,
+    ROUND_TO_INT32,
     type_error,
 )
 from relaxlite.ir.program import (
@@ -56,7 +56,7 @@ _SIGNED = {"eq": "eq", "ne": "ne", "lt": "slt", "le": "sle", "gt": "sgt", "ge": 
 
 
 def emit_value(k: Kernel, value: Value) -> Val:
-    """The value in register form; one that is used twice in a statement is computed once."""
+    """Emit a value in register form; each distinct value of a statement is computed once."""
     known = k.values.get(value)
     if known is None:
         known = k.values[value] = _EMITTERS[type(value)](k, value)
@@ -97,27 +97,27 @@ def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
     if problem is not None:
         raise CodegenError(problem)
     for arg in value.args if k.is_guarded else ():
-        if isinstance(arg, Load):  # several may become one access of memory
+        if isinstance(arg, Load):  # several loads may be merged to one access, which is not guarded
             guard(k, arg.buffer, arg.indices)
     if value.name in DOT_PRODUCTS:
         return emit_dot(k, value, emit_value)
-    if value.name == DOT4_BYTES:
+    if value.name == DOT4_PACKED_U8S8:
         return emit_dot_of_words(k, value, emit_value)
-    if value.name == PACKED_BYTES:
+    if value.name == PACK_BYTES:
         return emit_word(k, value, emit_value)
-    if value.name == PAIRS:
+    if value.name == DOT2_PACKED_BF16:
         return emit_dot_of_pairs(k, value, emit_value)
-    if value.name == DOT2_INT16:
+    if value.name == DOT2_PACKED_INT16:
         return emit_dot_of_halves(k, value, emit_value)
-    if value.name == PAIR:
+    if value.name == PACK_BF16:
         return emit_pair(k, value, emit_value)
-    if value.name == NEAREST:
+    if value.name == ROUND_TO_INT32:
         return emit_nearest(k, value, emit_value)
     if value.name == NARROW:
         return emit_narrow(k, value, emit_value)
     if value.name == LOOKUP:
         return emit_lookup(k, value, emit_value)
-    if value.name == BITS:
+    if value.name == BITCAST_TO_FLOAT32:
         return k.e.cast("bitcast", emit_value(k, value.args[0]), "float")
     a, b, c = (emit_value(k, arg) for arg in value.args)
     return k.e.fma(a, b, c)
@@ -131,7 +131,8 @@ def _compare(k: Kernel, value: Compare) -> Val:
 
 
 def _compare_indices(k: Kernel, op: str, a: SymExpr, b: SymExpr) -> Val:
-    """a < b of symbolic integers: decided now if bounds suffice, a compare of lane numbers if it depends on those."""
+    """Compare symbolic integers: folded by intervals, or by a hoisted lane mask where the difference is +-lane +
+    base."""
     difference = k.ix.resolve(b - a)
     decided = _decide(op, *k.ix.bounds(difference))
     if decided is not None:
@@ -148,17 +149,17 @@ def _compare_indices(k: Kernel, op: str, a: SymExpr, b: SymExpr) -> Val:
 
 
 def guard(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> None:
-    """In a guarded program, stop unless an element is there."""
+    """Emit bounds checks of an access in a guarded kernel."""
     if not k.is_guarded:
         return
-    for place, size in zip(indices, buffer.shape, strict=True):
-        for inside in (_compare_indices(k, "le", sym(0), place), _compare_indices(k, "lt", place, size)):
-            if inside is not TRUE:
-                k.fail_if(k.e.binary("xor", inside, TRUE, "outside"), OUT_OF_BOUNDS)
+    for index_expr, size in zip(indices, buffer.shape, strict=True):
+        for in_bounds in (_compare_indices(k, "le", sym(0), index_expr), _compare_indices(k, "lt", index_expr, size)):
+            if in_bounds is not TRUE:
+                k.fail_if(k.e.binary("xor", in_bounds, TRUE, "outside"), OUT_OF_BOUNDS)
 
 
 def _decide(op: str, lower: int | None, upper: int | None) -> bool | None:
-    """What b - a within [lower, upper] says about `a op b`."""
+    """Truth of `a op b` for b - a in [lower, upper]; None where that is undecided."""
     if lower is not None and (lower > 0 or (lower == 0 and op in ("le", "gt"))):
         return op in ("lt", "le", "ne")
     if upper is not None and (upper < 0 or (upper == 0 and op in ("ge", "lt"))):
@@ -179,10 +180,10 @@ def _select(k: Kernel, value: Select) -> Val:
         other = _under(k, k.e.binary("xor", cond, TRUE, "not"), value.other)
         return k.e.select(cond, then, other)
 
-    def side(chosen: Value) -> Callable[[], Val]:
+    def side(arm: Value) -> Callable[[], Val]:
         def emit() -> Val:
             with k.branch():
-                return emit_value(k, chosen)
+                return emit_value(k, arm)
 
         return emit
 
@@ -190,7 +191,7 @@ def _select(k: Kernel, value: Select) -> Val:
 
 
 def _under(k: Kernel, cond: Val, value: Value) -> Val:
-    """The value where only the lanes of `cond` may load."""
+    """Emit a value whose loads are masked by `cond`."""
     if not has_load(k, value):
         return emit_value(k, value)
     with k.masked(cond):
@@ -198,13 +199,14 @@ def _under(k: Kernel, cond: Val, value: Value) -> Val:
 
 
 def has_load(k: Kernel, value: Value) -> bool:
+    """Whether a value contains a load; memoized."""
     if value not in k.loading:
         k.loading[value] = isinstance(value, Load) or any(has_load(k, operand) for operand in operands(value))
     return k.loading[value]
 
 
 def operands(value: Value) -> tuple[Value, ...]:
-    """The values that a value is made of."""
+    """Operands of a value."""
     if isinstance(value, Unary | Cast):
         return (value.x,)
     if isinstance(value, Binary | Compare):

@@ -16,9 +16,9 @@ from functools import lru_cache
 from relaxlite import dtypes
 from relaxlite.errors import InvalidArgumentError, ParseError
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.parser_base import ParserBase
 from relaxlite.ir.pattern import Match, Pattern
-from relaxlite.ir.program import AddressOf, Buffer, Convention, IndexValue, Literal, Value
-from relaxlite.ir.reader import Reader
+from relaxlite.ir.program import AddressOf, Buffer, CallingConvention, IndexValue, Literal, Value
 from relaxlite.ir.symbolic import SymExpr, SymVar, substitute, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
@@ -40,7 +40,7 @@ class LibraryRule:
     pattern: Pattern
     operands: Mapping[str, Dims | None]
     arguments: tuple[str, ...] = ()
-    convention: Convention = "c"
+    convention: CallingConvention = "c"
     loops: Mapping[str, str] = field(default_factory=dict)
     when: Mapping[str, Range] = field(default_factory=dict)
     check: Callable[[Match], str | None] | None = None
@@ -127,7 +127,7 @@ class LibraryRule:
         return node.value.id, tuple(map(ast.unparse, items))
 
     def _expression(self, text: str, scope: Mapping[str, SymVar]) -> SymExpr:
-        reader = Reader([text])
+        reader = ParserBase([text])
         reader.scope = dict(scope)
         try:
             return reader.expr(_parsed(text))

@@ -30,7 +30,7 @@ from relaxlite.ir.expr import (
     Var,
 )
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.simplify import is_long
+from relaxlite.ir.simplify import has_many_atoms
 from relaxlite.ir.symbolic import SymExpr, SymVar, substitute
 from relaxlite.ir.types import ShapeType, TensorType, type_symbols
 from relaxlite.ir.visitor import bodies, map_functions, substitute_type
@@ -106,7 +106,7 @@ class _Resolve:
                     reason = f"a loop binds {dim.name} anew"
                 elif not _satisfies_declaration(dim, size):
                     reason = f"{dim.name} has bounds that are not proven of {size}"
-                elif is_long(size):
+                elif has_many_atoms(size):
                     reason = f"{dim.name} is short for {size}"
             elif not _ANALYZER.can_prove_equal(size, substitute(dim, values)):
                 reason = f"{size} and {dim} are equal only by this check"

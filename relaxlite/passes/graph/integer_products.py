@@ -107,7 +107,7 @@ class _IntegerProducts(Rewriter):
         elif _is_call(value, "gather") and _repeats_rows(value):
             self._gathered[var] = value
 
-    def concerns(self, value: Expr) -> bool:
+    def may_rewrite(self, value: Expr) -> bool:
         return _is_call(value, "dequantize_blocks") or _is_call(value, "grouped_matmul")
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.simplify import weight
+from relaxlite.ir.simplify import num_atoms
 from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, evaluate, smax, sym
 from relaxlite.passes.memory.arena_layers import search_layers
 from relaxlite.passes.memory.arena_order import Problem, Tenant, valuations
@@ -187,7 +187,7 @@ class _Offsets:
         lower = self._analyzer.interval(difference)[0]
         if lower is not None and lower >= 0:
             return True
-        if weight(difference) > _MAX_WEIGHT or self._failures >= _MAX_FAILURES:
+        if num_atoms(difference) > _MAX_WEIGHT or self._failures >= _MAX_FAILURES:
             return False
         is_proven = self._analyzer.can_prove_nonneg(difference)
         self._failures += not is_proven

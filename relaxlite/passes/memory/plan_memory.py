@@ -35,7 +35,7 @@ from relaxlite.ir.expr import (
 )
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import Op, get_op
-from relaxlite.ir.simplify import is_long
+from relaxlite.ir.simplify import has_many_atoms
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute, sym
 from relaxlite.ir.types import ObjectType, ShapeType, TensorType, defined_symbols
 from relaxlite.passes.context import PassContext
@@ -97,7 +97,7 @@ class _Sizes:
             if not isinstance(symbol, SymVar) or symbol in self.meaning:
                 continue
             meaning = substitute(size, self.meaning) if size is not None and self._is_told(size) else None
-            if meaning is not None and not is_long(meaning):
+            if meaning is not None and not has_many_atoms(meaning):
                 self.meaning[symbol] = meaning
             elif is_outermost:
                 self.meaning[symbol], self.since[symbol] = symbol, (step, binding.var)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relaxlite.dtypes import DType
-from relaxlite.ir.intrinsics import DOT2_INT16, NEAREST
+from relaxlite.ir.intrinsics import DOT2_PACKED_INT16, ROUND_TO_INT32
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import (
     Allocate,
@@ -93,7 +93,7 @@ class Int16Products(Products):
 
         def number(place: SymExpr) -> Scalar:
             w = Scalar(Substitute({step.var: place}).value(part.w))
-            return Scalar(Intrinsic(NEAREST, ((w * factor).value,), "int32")) + MAX_W
+            return Scalar(Intrinsic(ROUND_TO_INT32, ((w * factor).value,), "int32")) + MAX_W
 
         word = number(row) | number(row + self.length).binary("shift_left", 16)
         return self._rows_of_weights(For(row, sym(self.length), Seq(())), column, weights.w, word.value)
@@ -122,7 +122,8 @@ class Int16Products(Products):
 
         def word(place: SymExpr) -> Value:
             low, high = (
-                Scalar(Intrinsic(NEAREST, (Binary("mul", self._element(group.row, k), powers[r]),), "int32")) + MAX_X
+                Scalar(Intrinsic(ROUND_TO_INT32, (Binary("mul", self._element(group.row, k), powers[r]),), "int32"))
+                + MAX_X
                 for k in (place, place + self.length)
             )
             return (low | high.binary("shift_left", 16)).value
@@ -154,4 +155,4 @@ def _sum(a: Value, b: Value) -> Value:
 
 
 def _products(a: Value, b: Value) -> Value:
-    return Intrinsic(DOT2_INT16, (literal(0, "int32"), a, b), "int32")
+    return Intrinsic(DOT2_PACKED_INT16, (literal(0, "int32"), a, b), "int32")

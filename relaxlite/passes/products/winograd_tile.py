@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.intrinsics import DOT2_INT16
+from relaxlite.ir.intrinsics import DOT2_PACKED_INT16
 from relaxlite.ir.program import Allocate, Binary, Buffer, For, Intrinsic, Load, Seq, Stmt, Store, Unary, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymExpr, product
@@ -77,7 +77,7 @@ def chained_terms(block: Block, target: Target) -> Allocate | None:
     for start in range(0, len(terms), together):
         total: Value = Load(update.buffer, update.indices)
         for is_added, term in terms[start : start + together]:
-            if isinstance(term, Intrinsic) and term.name == DOT2_INT16 and is_added:
+            if isinstance(term, Intrinsic) and term.name == DOT2_PACKED_INT16 and is_added:
                 total = replace(term, args=(total, *term.args[1:]))
                 continue
             if not isinstance(term, Binary) or term.op != "mul":
