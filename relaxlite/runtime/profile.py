@@ -45,7 +45,7 @@ class KernelEvent:
     flops: int | None = None
     bytes_read: int | None = None
     bytes_written: int | None = None
-    bound: Bound | None = None  # lower bound of the time by the roofline, if the limits of the machine are known
+    bound: Bound | None = None  # by the roofline, if the limits of the machine are known
 
     @property
     def nbytes(self) -> int | None:

@@ -48,7 +48,10 @@ class _SequenceStates:
 
 
 class StateSlots:
-    """Allocator of state slots. Not thread-safe; KeyboardInterrupt may leak slots, which `count_again` reclaims."""
+    """Allocator of state slots. Not thread-safe.
+
+    KeyboardInterrupt may leak slots, which `count_again` reclaims.
+    """
 
     def __init__(self, count: int, make: Callable[[int, int], Array], may_grow: Callable[[int], bool]) -> None:
         """Create empty pools. `count`: number of pools; `make(pool, slots)` allocates a pool, `may_grow(slots)`:

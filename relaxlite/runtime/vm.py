@@ -55,7 +55,7 @@ from relaxlite.runtime.weights import Constants
 Value: TypeAlias = Any  # a Tensor, a shape (tuple of int), a tuple of values, or an arena
 Registers: TypeAlias = list[Value]
 Step: TypeAlias = Callable[[Registers, list[Memory]], None]
-Kernel: TypeAlias = Callable[[bytes, int], int]  # (packed addresses of the buffers, address of the symbols) -> status
+Kernel: TypeAlias = Callable[[bytes, int], int]  # (packed buffer addresses, symbols' address) -> status
 
 _KERNEL_TYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
 _HOLD_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int32)

@@ -58,8 +58,10 @@ def gathered(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
 
 
 def placed(arrays: Sequence[np.ndarray]) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
-    """Place weights as `gathered` does, except that arrays of large files are left there; returns the arrays, and the
-    numbers of those left, for `Constants.move`."""
+    """Place weights as `gathered` does, except for arrays of large files, which stay in place.
+
+    Returns the arrays, and the numbers of those that stay, for `Constants.move`.
+    """
     return _place_weights(arrays, may_wait=True)
 
 

@@ -97,16 +97,16 @@ class _Sums:
         if factor in self._pending and self._pending[factor][1] + bound > MAX_MADDUBS_PRODUCT:
             self._flush(factor)
         operands = [e.op(f"bitcast {x} to <{4 * lanes} x i8>", "i8", 4 * lanes) for x in (a, b)]
-        pairs = e.call(self._instructions.pairs, operands, "i16", 2 * lanes, "pairs")
+        pair_sums = e.call(self._instructions.pairs, operands, "i16", 2 * lanes, "pairs")
         if factor in self._pending:
             pending, pending_bound = self._pending[factor]
-            pairs, bound = e.binary("add", pending, pairs), pending_bound + bound
-        self._pending[factor] = pairs, bound
+            pair_sums, bound = e.binary("add", pending, pair_sums), pending_bound + bound
+        self._pending[factor] = pair_sums, bound
 
     def _flush(self, factor: int) -> None:
-        pairs, _ = self._pending.pop(factor)
-        factors = self._e.splat(int_const(factor, "i16"), pairs.lanes)
-        products = self._e.call(self._instructions.sums, [pairs, factors], "i32", self._total.lanes, "sums")
+        pair_sums, _ = self._pending.pop(factor)
+        factors = self._e.splat(int_const(factor, "i16"), pair_sums.lanes)
+        products = self._e.call(self._instructions.sums, [pair_sums, factors], "i32", self._total.lanes, "sums")
         self._total = self._e.binary("add", self._total, products)
 
     def _all(self, byte: int) -> Val:

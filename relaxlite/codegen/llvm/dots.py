@@ -179,8 +179,8 @@ def _vpdpbusd(e: Emitter, c: Val, a: Val, b: Val) -> Val:
 def _vdpbf16ps(e: Emitter, c: Val, a: Val, b: Val) -> Val:
     operands = [e.op(f"bitcast {x} to <{2 * x.lanes} x bfloat>", "bfloat", 2 * x.lanes) for x in (a, b)]
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * c.lanes}"
-    sums = e.call(name, [e.cast("bitcast", c, "float"), *operands], "float", c.lanes, "dot")
-    return e.cast("bitcast", sums, "i32")
+    result = e.call(name, [e.cast("bitcast", c, "float"), *operands], "float", c.lanes, "dot")
+    return e.cast("bitcast", result, "i32")
 
 
 def _pmaddwd(e: Emitter, c: Val, a: Val, b: Val) -> Val:

@@ -1,7 +1,7 @@
 """Translate VM instructions to LLVM IR with the interpreter's checks, for host functions (codegen/llvm/host.py).
 
-Registers with one definition are SSA values; registers with several, of branches and loops, are stack variables. Heap
-loads, products of dimensions and passed checks are reused up to the next label, as no LLVM pass does that here.
+Registers with one definition are SSA values; registers with several, of branches and loops, are stack variables. Loads
+of heap slots, products of dimensions and passed checks are reused up to the next label, as no LLVM pass does that here.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def _emit_function(
     k = Kernel(symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get(CHECKED)), is_guarded=is_guarded)
     prefetch_bytes: Any = program.attrs.get(PREFETCH_BYTES, ())
     k.ahead = {program.params[number]: count for number, count in prefetch_bytes}
-    in_order: Any = program.attrs.get(IN_ORDER, ())
-    k.in_order = frozenset(program.params[number] for number in in_order)
+    ordered_params: Any = program.attrs.get(IN_ORDER, ())
+    k.in_order = frozenset(program.params[number] for number in ordered_params)
     for number, buffer in enumerate(program.params):
         pointer = _load_argument(e, "buffers", number, "ptr", buffer.name)
         k.ix.bases[buffer] = Base(pointer, 0, memory_elem(buffer.dtype))
