@@ -23,7 +23,7 @@ def delta_net(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
     lead = tuple(sym(dim) for dim in x.ty.shape[:-1])
 
     # operands of the state, whose rounding errors reach all later tokens: never in relaxed precision
-    qkv, alpha, beta = (d.linear(f"{name}_{part}", x, is_kept=True) for part in ("qkv", "alpha", "beta"))
+    qkv, alpha, beta = (d.linear(f"{name}_{part}", x, is_cached=True) for part in ("qkv", "alpha", "beta"))
     mixed = mix.convolved(k, qkv, np.ascontiguousarray(d.vector(f"{name}_conv").T))
     mixed = d.silu(mixed)
     keys = c.key_heads * c.key_width

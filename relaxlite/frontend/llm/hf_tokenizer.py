@@ -99,8 +99,7 @@ def _drop_end_tokens(tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
-    """Return the named tokens of chat templates: `bos_token` and the like, and `extra_special_tokens` of the
-    checkpoint.
+    """Return the tokens that chat templates name: `bos_token` and the like, and `extra_special_tokens`.
 
     The first of the files that defines a name counts.
     """

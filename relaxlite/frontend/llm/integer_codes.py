@@ -239,10 +239,8 @@ def _weight(
 ) -> Weight:
     """Make a weight of codes, scales and zero points. `index`: the part with the group of each column, if any."""
     k, count = shape[1], scales.shape[1]
-    column_groups = None if index is None else module.parts.get(index)
-    if (
-        column_groups is not None and index is not None and (count == 1 or column_groups.any())
-    ):  # an index of zeros with several groups was never set
+    g_idx = None if index is None else module.parts.get(index)
+    if g_idx is not None and index is not None and (count == 1 or g_idx.any()):  # zeros for several groups: never set
         groups = module.part(index, ("int32", "int64"), 1)
         module.need(index, (k,))
         if groups.min() < 0 or groups.max() >= count:

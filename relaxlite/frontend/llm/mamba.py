@@ -21,7 +21,7 @@ def mamba(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
     lead, value_channels = tuple(sym(dim) for dim in x.ty.shape[:-1]), c.heads * c.width
 
     # operands of the state, whose rounding errors reach all later tokens: never in relaxed precision
-    xbc, time = (d.linear(f"{name}_{part}", x, c.has_bias, is_kept=True) for part in ("given", "time"))
+    xbc, time = (d.linear(f"{name}_{part}", x, c.has_bias, is_cached=True) for part in ("given", "time"))
     mixed = mix.convolved(k, xbc, np.ascontiguousarray(d.vector(f"{name}_conv").T))
     if c.has_conv_bias:
         mixed = d.op("add", mixed, d.vector(f"{name}_conv_bias"))
