@@ -252,7 +252,7 @@ def panel_widths(
 def prefetch_distances(panels: Iterable[Buffer], most: int) -> dict[Buffer, int]:
     """Return the prefetch distance in bytes, whole cache lines, of each panel of one product.
 
-    `most`: the distance in the operand with the largest rows; the others are in proportion, at the same step.
+    `most`: the distance in the operand with the most bytes per column; the others in proportion, at the same step.
     """
     rows = {b: (as_int(b.shape[0]) or 1) * dtypes.itemsize(b.dtype) for b in panels}
     return {b: -(-most * size // max(rows.values()) // LINE) * LINE for b, size in rows.items()} if most else {}

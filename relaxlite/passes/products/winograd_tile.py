@@ -55,7 +55,7 @@ class InnerTile:
             return cls(20, 1, ROW_UNIT, prefetches_next=False)
         return cls(10, 2, ROW_UNIT // 2, prefetches_next=True, together=2)
 
-    def panel_prefetch(self, weights: Buffer, target: Target) -> PanelPrefetch:
+    def asks(self, weights: Buffer, target: Target) -> PanelPrefetch:
         """Return how tiles prefetch panels of the weights."""
         panel_bytes = int(weights.shape[0]) * self.vectors * target.vector_bits // 8
         if self.prefetches_next and 2 * panel_bytes <= target.l2_bytes * 5 // 8:
@@ -116,7 +116,7 @@ def tiled_inner(
     (weights,) = {load.buffer for load in block.loads() if load.indices[-1] is column.var}
     is_prepared = {load.buffer for load in block.loads()} & set(inputs) <= {weights}
     choice = ScheduleChoice(rows=tile.rows if is_prepared else most, vectors=tile.vectors)
-    prefetch, blocks_per_group = tile.panel_prefetch(weights, target), blocks_together(weights, target)
+    prefetch, blocks_per_group = tile.asks(weights, target), blocks_together(weights, target)
     panels = panel_widths(block, column, lanes, registers, choice)
     has_all_rows = len(block.spatial) == 2  # else rows of one image, of which there may be few
     min_rows = least if is_prepared and has_all_rows else 1

@@ -49,7 +49,7 @@ def problem_of(w: np.ndarray, length: np.ndarray, scratch: np.ndarray | None = N
         return None
     sizes = np.abs(w, out=scratch)
     if sizes.min() == 0 and (min_nonzero := np.count_nonzero(w, axis=0)[is_nonzero].min() / len(w)) < MIN_NONZERO:
-        return f"has a column of which {least:.1%} are not zero"
+        return f"has a column of which {min_nonzero:.1%} are not zero"
     density = np.median(np.einsum("kj->j", sizes)[is_nonzero] / (length[is_nonzero] * math.sqrt(len(w))))
     if density < MIN_DENSITY:
         return f"has few large weights in most columns: |w|_1 / (sqrt(n) * |w|_2) is {density:.2f}"
