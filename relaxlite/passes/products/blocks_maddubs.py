@@ -173,7 +173,7 @@ class _ByteActivations:
 
 
 def _one_chain(part: Sum) -> Scalar:
-    """Return a sum in one chain: with maddubs only the final additions depend on each other."""
+    """Return a sum in one chain: maddubs products do not depend on each other."""
     total = Scalar(part.start)
     for q, code in enumerate(part.codes):
         total = _dot(total, code, part.greatest, part.word(sym(q)), SIGN)
