@@ -245,7 +245,7 @@ class Cached:
         return d.op("walsh_hadamard", d.op("multiply", x, _signs(width, size)), size=size)
 
     def _stored(self, x: Expr, dtype: str) -> tuple[Expr, Expr | None]:
-        """Convert keys or values (n, heads, width) to the cache's type; with int8, return their scales (n, heads, 1)."""
+        """Convert keys or values (n, heads, width) to the cache's type; for int8, with scales (n, heads, 1)."""
         d = self.decoder
         if dtype != "int8":
             return (x if dtype == "float32" else d.op("cast", x, dtype=dtype)), None

@@ -1,4 +1,4 @@
-"""Products with blocked weights by maddubs, pairs of bytes (SSSE3, AVX2; codegen/llvm/byte_pairs.py).
+"""Products with blocked weights by maddubs, pairs of bytes (SSSE3, AVX2; codegen/llvm/maddubs.py).
 
 The correction for zero points is a sum of x for each block of a row, to be broadcast for every few columns. Instead,
 zero points are subtracted from the codes, which become signed, and a pass over the rows adds SIGN to the bytes of x,
