@@ -46,7 +46,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import value_children, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, to_text
 
-Kernel = Callable[..., None]
+PythonKernel = Callable[..., None]
 
 _OPERATORS = {
     "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "and": "({} & {})", "or": "({} | {})",
@@ -56,7 +56,7 @@ _OPERATORS = {
 
 
 @functools.lru_cache(maxsize=512)
-def compile_to_python(program: TensorProgram, name: str = "program") -> Kernel:
+def compile_to_python(program: TensorProgram, name: str = "program") -> PythonKernel:
     """Compile a program to a Python function of its buffers (arrays: inputs, then outputs) and its symbols' values.
 
     The function raises IndexError for an access outside of a buffer, ExecutionError for a failed check.
@@ -65,7 +65,7 @@ def compile_to_python(program: TensorProgram, name: str = "program") -> Kernel:
     text = source.program(program, name)
     code = compile(text, f"<relaxlite {name}>", "exec")
     exec(code, source.scope)
-    kernel: Kernel = source.scope[source.entry]
+    kernel: PythonKernel = source.scope[source.entry]
     kernel.__doc__ = text
     return kernel
 

@@ -7,12 +7,6 @@ hashing is by identity. A constant also equals its `int`.
 
 There is no `<`: a comparison may be true, false or unknown; use an `Analyzer` (ir/analyzer.py).
 Division assumes a nonzero divisor: `n*k // k` is `n`.
-
-    >>> n = SymVar("n")
-    >>> str((n + 1) * 4 - n)
-    'n*3 + 4'
-    >>> (n * 4) // 4 is n
-    True
 """
 
 from __future__ import annotations
@@ -564,9 +558,8 @@ def evaluate_memoized(expr: SymExpr, known: dict[SymExpr, int]) -> int:
 def _evaluate_atom(atom: SymExpr, known: dict[SymExpr, int]) -> int:
     if not isinstance(atom, BinaryAtom):
         raise KeyError(f"no value for symbol {atom}")
-    return known.setdefault(
-        atom, _EVALUATE[type(atom)](evaluate_memoized(atom.a, known), evaluate_memoized(atom.b, known))
-    )
+    a, b = evaluate_memoized(atom.a, known), evaluate_memoized(atom.b, known)
+    return known.setdefault(atom, _EVALUATE[type(atom)](a, b))
 
 
 _EVALUATE: Mapping[type, Callable[[int, int], int]] = {
@@ -579,10 +572,8 @@ def _to_text(expr: SymExpr, name_of: Callable[[SymVar], str]) -> str:
     if expr.const != 0 or not pieces:
         pieces.append((expr.const, str(abs(expr.const))))
     first_coef, first = pieces[0]
-    text = ("-" if first_coef < 0 else "") + first
-    for coef, piece in pieces[1:]:
-        text += (" - " if coef < 0 else " + ") + piece
-    return text
+    rest = ((" - " if coef < 0 else " + ") + piece for coef, piece in pieces[1:])
+    return "".join(["-" if first_coef < 0 else "", first, *rest])
 
 
 def _monomial_text(monomial: Monomial, coef: int, name_of: Callable[[SymVar], str]) -> str:
@@ -601,8 +592,7 @@ def _atom_text(atom: SymExpr, name_of: Callable[[SymVar], str]) -> str:
 
 
 def _parenthesize(expr: SymExpr, text: str) -> str:
-    is_closed = isinstance(expr, Atom) or (expr.is_const and expr.const >= 0)
-    return text if is_closed else f"({text})"
+    return text if isinstance(expr, Atom) or (expr.is_const and expr.const >= 0) else f"({text})"
 
 
 def to_text(expr: IntLike, name_of: Callable[[SymVar], str] | None = None) -> str:

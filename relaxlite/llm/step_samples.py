@@ -12,7 +12,7 @@ from relaxlite.llm.engine import Array
 from relaxlite.passes.graph.reachable import entry_points
 from relaxlite.records import dataclass
 from relaxlite.runtime.kv_cache import KVCache
-from relaxlite.runtime.state_slots import STATES
+from relaxlite.runtime.state_slots import STATES_PER_SEQUENCE
 
 # Tokens that sequences have, and that each gets: a first token; prompts; a reply, guesses and a prompt, with more rows
 # in all than few, and a context of more than a page
@@ -48,7 +48,7 @@ def _calls(module: IRModule, seed: int) -> list[_Call]:
         if sum(counts) > most or max(map(sum, zip(lengths, counts, strict=True))) > context:
             continue
         pages = sum(-(-(length + count) // layout.page) for length, count in zip(lengths, counts, strict=True))
-        states = STATES * len(lengths) * layout.state_bytes
+        states = STATES_PER_SEQUENCE * len(lengths) * layout.state_bytes
         cache = KVCache(layout, max_bytes=pages * layout.page_bytes + states)
         sequences = [cache.new() for _ in lengths]
         there, new = (list(zip(sequences, given, strict=True)) for given in (lengths, counts))

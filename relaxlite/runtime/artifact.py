@@ -50,9 +50,9 @@ from relaxlite.runtime.executable import (
     Reg,
     Ret,
     Signature,
-    Surroundings,
     TargetInfo,
     TensorSpec,
+    ValidationContext,
     VMFunction,
     validate,
     validate_functions,
@@ -223,9 +223,9 @@ def _manifest(data: ExecutableData) -> dict[str, Any]:
 def _function_to_json(function: VMFunction) -> list[Any]:
     code = [_instruction_to_json(instruction) for instruction in function.instructions]
     location_numbers = {
-        location: at for at, location in enumerate(dict.fromkeys(function.places))
+        location: at for at, location in enumerate(dict.fromkeys(function.locations))
     }  # many instructions share a location
-    locations = [list(location_numbers), [location_numbers[location] for location in function.places]]
+    locations = [list(location_numbers), [location_numbers[location] for location in function.locations]]
     return [function.name, function.params, function.num_registers, code, locations]
 
 
@@ -326,10 +326,10 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool, t
         metadata=Metadata(**manifest["metadata"]),
         attachments={name: blob.tobytes() for name, blob in zip(names, attachments, strict=True)},
         support=dict(zip(support_keys, _split(support_code.tobytes(), support_sizes), strict=True)),
-        others=entries,
+        extra_entries=entries,
     )
     validate_values(data)
-    functions = StoredFunctions(bytecode.tobytes(), Surroundings.of(data))
+    functions = StoredFunctions(bytecode.tobytes(), ValidationContext.of(data))
     has_code = all(entry.host.object_code for entry in data.entries.values())
     if verify or not (to_run and has_code) or len(bytecode) <= DECODE_LIMIT:
         functions.decode()
@@ -411,7 +411,7 @@ class StoredFunctions(Mapping[str, VMFunction]):
     Access raises ArtifactError where the bytecode is malformed.
     """
 
-    def __init__(self, encoded: bytes, surroundings: Surroundings) -> None:
+    def __init__(self, encoded: bytes, surroundings: ValidationContext) -> None:
         self._encoded, self._surroundings = encoded, surroundings
         self._functions: Mapping[str, VMFunction] | None = None
 

@@ -139,7 +139,7 @@ def lacking(features: Iterable[str]) -> list[str]:
     Features that CPUID detection misses are looked up in LLVM where it is installed. ArtifactError where only LLVM can
     tell (processors other than x86) and is not installed.
     """
-    detected = _own_features()
+    detected = _cpuid_features()
     ignored = SYSTEM_FEATURES | TUNING_FLAGS
     undetected = [name for name in features if name not in ignored and not detected.get(name, False)]
     if not undetected:
@@ -162,7 +162,7 @@ def name() -> str:
 
 
 @cache
-def _own_features() -> Mapping[str, bool]:
+def _cpuid_features() -> Mapping[str, bool]:
     """Features that CPUID reports; empty for other processors than x86."""
     if not linker.is_supported():
         return {}

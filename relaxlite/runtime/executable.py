@@ -20,7 +20,7 @@ from relaxlite.version import __version__
 ENTRY = "main"
 
 ImmValue: TypeAlias = "int | str | tuple[ImmValue, ...] | None"
-Bound: TypeAlias = tuple[int | None, int | None, int]  # lower, upper, divisor
+SymbolBounds: TypeAlias = tuple[int | None, int | None, int]  # lower, upper, divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,11 @@ class VMFunction:
     params: tuple[str, ...]  # in registers 0, 1, ... at entry
     num_registers: int
     instructions: tuple[Instruction, ...]
-    places: tuple[str | None, ...] = ()  # source location of each instruction, as an ONNX node; empty: unknown
+    locations: tuple[str | None, ...] = ()  # source location of each instruction, as an ONNX node; empty: unknown
 
-    def place(self, at: int) -> str | None:
+    def location(self, at: int) -> str | None:
         """Source location of an instruction."""
-        return self.places[at] if self.places else None
+        return self.locations[at] if self.locations else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class TensorSpec:
     name: str
     dtype: str
     shape: tuple[int | str, ...]
-    bounds: Mapping[str, Bound] = field(default_factory=dict)  # of the symbols in `shape`
+    bounds: Mapping[str, SymbolBounds] = field(default_factory=dict)  # of the symbols in `shape`
 
     def __str__(self) -> str:
         dims = ", ".join(str(dim) for dim in self.shape)
@@ -138,7 +138,7 @@ class TensorSpec:
         return f"{self.name}: {self.dtype}[{dims}]" + (f" where {', '.join(facts)}" if facts else "")
 
 
-def bound_text(symbol: str, bound: Bound) -> str:
+def bound_text(symbol: str, bound: SymbolBounds) -> str:
     """Bounds of a symbol as text, such as "1 <= n <= 512, n % 8 == 0"; empty for n >= 0 alone."""
     lower, upper, divisor = bound
     below = f"{lower} <= " if lower else ""
@@ -149,7 +149,7 @@ def bound_text(symbol: str, bound: Bound) -> str:
     return ", ".join(pieces)
 
 
-def bound_problem(symbol: str, bound: Bound, value: int) -> str | None:
+def bound_problem(symbol: str, bound: SymbolBounds, value: int) -> str | None:
     """Message on how a value of a symbol breaks its bounds; None where it does not."""
     lower, upper, divisor = bound
     if lower is not None and value < lower:
@@ -168,9 +168,9 @@ class Signature:
     donated: tuple[str, ...] = ()
 
     @property
-    def bounds(self) -> dict[str, Bound]:
+    def bounds(self) -> dict[str, SymbolBounds]:
         """Bounds by symbol, in order of first occurrence in the signature."""
-        merged: dict[str, Bound] = {}
+        merged: dict[str, SymbolBounds] = {}
         for spec in (*self.inputs, *self.outputs):
             for symbol, bound in spec.bounds.items():
                 merged.setdefault(symbol, bound)
@@ -246,12 +246,12 @@ class ExecutableData:
     support: Mapping[str, bytes] = field(
         default_factory=dict
     )  # object code of the runtime's own functions by key, see support.py
-    others: Mapping[str, Entry] = field(default_factory=dict)  # exported functions besides ENTRY, by name
+    extra_entries: Mapping[str, Entry] = field(default_factory=dict)  # exported functions besides ENTRY, by name
 
     @property
     def entries(self) -> dict[str, Entry]:
         """Exported functions by name, ENTRY first."""
-        return {ENTRY: Entry(self.signature, self.host), **self.others}
+        return {ENTRY: Entry(self.signature, self.host), **self.extra_entries}
 
 
 # Operand kinds of builtins: "v" a register or constant, "h" the same or Imm(None) (no heap), "*" any number of values,
@@ -334,7 +334,7 @@ def _operand_text(operand: Operand) -> str:
 def validate(data: ExecutableData) -> None:
     """Raise ArtifactError unless dtypes are known and functions are valid (`validate_functions`)."""
     validate_values(data)
-    validate_functions(data.functions, Surroundings.of(data))
+    validate_functions(data.functions, ValidationContext.of(data))
 
 
 def validate_values(data: ExecutableData) -> None:
@@ -347,7 +347,7 @@ def validate_values(data: ExecutableData) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ValidationContext:
     """Definitions that functions may refer to: kernels, number of constants, number of inputs of each entry."""
 
     kernels: Mapping[str, KernelInfo]
@@ -355,12 +355,12 @@ class Surroundings:
     inputs: Mapping[str, int]
 
     @staticmethod
-    def of(data: ExecutableData) -> Surroundings:
+    def of(data: ExecutableData) -> ValidationContext:
         inputs = {name: len(entry.signature.inputs) for name, entry in data.entries.items()}
-        return Surroundings(data.kernels, len(data.constants), inputs)
+        return ValidationContext(data.kernels, len(data.constants), inputs)
 
 
-def validate_functions(functions: Mapping[str, VMFunction], surroundings: Surroundings) -> None:
+def validate_functions(functions: Mapping[str, VMFunction], surroundings: ValidationContext) -> None:
     """Raise ArtifactError unless functions are valid.
 
     All registers, constants, kernels, functions, builtins and jump targets exist, registers are written before they are
@@ -377,14 +377,14 @@ def validate_functions(functions: Mapping[str, VMFunction], surroundings: Surrou
             problem = _problem(functions, surroundings, function, instruction)
             if problem is not None:
                 raise ArtifactError(f"function '{function.name}', {at}: {instruction_text(instruction)}: {problem}")
-        if function.places and len(function.places) != len(function.instructions):
-            counts = f"{len(function.places)} places of {len(function.instructions)} instructions"
+        if function.locations and len(function.locations) != len(function.instructions):
+            counts = f"{len(function.locations)} places of {len(function.instructions)} instructions"
             raise ArtifactError(f"function '{function.name}': {counts}")
         _validate_flow(function)
 
 
 def _problem(
-    functions: Mapping[str, VMFunction], surroundings: Surroundings, function: VMFunction, instruction: Instruction
+    functions: Mapping[str, VMFunction], surroundings: ValidationContext, function: VMFunction, instruction: Instruction
 ) -> str | None:
     count, registers = len(function.instructions), function.num_registers
     match instruction:
@@ -407,7 +407,7 @@ def _problem(
 
 
 def _callee_problem(
-    functions: Mapping[str, VMFunction], surroundings: Surroundings, callee: str, operands: tuple[Operand, ...]
+    functions: Mapping[str, VMFunction], surroundings: ValidationContext, callee: str, operands: tuple[Operand, ...]
 ) -> str | None:
     kind, _, name = callee.partition(":")
     if kind == "builtin":

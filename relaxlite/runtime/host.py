@@ -31,7 +31,7 @@ from relaxlite.runtime.weights import Constants
 PREPARE, RUN, FINISH = "relaxlite_host_prepare", "relaxlite_host_run", "relaxlite_host_finish"
 
 # Statuses of prepare.
-READY, REFUSED, READY_WITH_CARE = 0, 1, 2  # the last: the arena is too small, or a result is large
+READY, REFUSED, READY_NEEDS_MEMORY = 0, 1, 2  # the last: the arena is too small, or a result is large
 # Statuses of run.
 DONE, DONE_WITH_COPIES, GAVE_UP = 0, 1, -1  # with copies: some results lie in memory that Python does not own
 

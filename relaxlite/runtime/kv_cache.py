@@ -26,13 +26,13 @@ import numpy as np
 from relaxlite.errors import CacheFullError, InvalidArgumentError
 from relaxlite.records import dataclass
 from relaxlite.runtime import threadpool
-from relaxlite.runtime.state_slots import STATES, StateSlots
+from relaxlite.runtime.state_slots import STATES_PER_SEQUENCE, StateSlots
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 _QueryBlock: TypeAlias = tuple[int, int, int, int]  # sequence, first row, rows, position of the first row
-FIRST_PAGES = 8  # initial size of a pool
-ENOUGH_TASKS = 4  # attention tasks per thread, for load balance
-PAGES_OF_PART = 2  # at least, in a part of a context (docs/measurements/backend.md)
+INITIAL_PAGES = 8  # initial size of a pool
+TASKS_PER_THREAD = 4  # attention tasks per thread, for load balance
+MIN_PART_PAGES = 2  # at least, in a part of a context (docs/measurements/backend.md)
 MAX_THREADS = 256  # bounds the number of parts of a step (frontend/llm/step.py)
 DTYPES = ("float32", "float16", "int8")
 
@@ -40,7 +40,7 @@ DTYPES = ("float32", "float16", "int8")
 _PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
-class Pool(NamedTuple):
+class PoolLayout(NamedTuple):
     """Layout of a pool: an array (heads, pages, *shape), or (heads, slots, *shape) for states (state_slots.py)."""
 
     heads: int
@@ -62,7 +62,7 @@ class CacheLayout:
     attention block. InvalidArgumentError for a dtype that is not in DTYPES.
     """
 
-    pools: tuple[Pool, ...]
+    pools: tuple[PoolLayout, ...]
     kv_heads: int
     page: int
     dtype: str
@@ -105,7 +105,7 @@ class StatefulInputs(NamedTuple):
     spans: Array
 
 
-class NextToken:
+class DecodeStep:
     """Inputs of a decode step of one token of one sequence, in arrays that are reused by the next step."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class NextToken:
         self.blocks, self.spans = self._numbers[4:10].reshape(1, -1), self._numbers[10:].reshape(1, -1)
         self.inputs: StepInputs | StatefulInputs
 
-    def become(
+    def update(
         self, token: int, position: int, slot: int, table: Array, blocks: Array | None, states: tuple[int, int] | None
     ) -> None:
         """Set all inputs. `blocks`: None for a single block of one part; `states`: (slot to read, slot to write)."""
@@ -153,9 +153,9 @@ class KVCache:
     def __init__(self, layout: CacheLayout, *, max_bytes: int) -> None:
         self.layout = layout
         self._max_bytes = max_bytes
-        min_bytes = layout.page_bytes + STATES * layout.state_bytes
+        min_bytes = layout.page_bytes + STATES_PER_SEQUENCE * layout.state_bytes
         if max_bytes < min_bytes:
-            states = f" and {STATES} states" if layout.state_bytes else ""
+            states = f" and {STATES_PER_SEQUENCE} states" if layout.state_bytes else ""
             raise InvalidArgumentError(
                 f"a cache of {max_bytes} bytes does not hold one page of {layout.page} tokens{states}, "
                 f"which takes {min_bytes}"
@@ -174,8 +174,8 @@ class KVCache:
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
         self._growing_to = 0  # size that growing pools will have; 0: no growth in progress
-        self._next_token = NextToken()
-        self._grow(min(FIRST_PAGES, self.max_pages))
+        self._next_token = DecodeStep()
+        self._grow(min(INITIAL_PAGES, self.max_pages))
 
     # contents
 
@@ -187,7 +187,7 @@ class KVCache:
     @property
     def max_pages(self) -> int:
         """Number of pages that fit `max_bytes` beside the states."""
-        states = 0 if self._states is None else max(self._states.count, STATES) * self.layout.state_bytes
+        states = 0 if self._states is None else max(self._states.count, STATES_PER_SEQUENCE) * self.layout.state_bytes
         return (self._max_bytes - states) // self.layout.page_bytes
 
     def _has_room_for_states(self, slots: int) -> bool:
@@ -231,7 +231,7 @@ class KVCache:
             raise InvalidArgumentError(f"sequence {sequence} has {source.length} tokens, not {length} to fork")
         fork_id = self.new()
         if self._states is not None:
-            length = self._states.fitting(sequence, int(length))
+            length = self._states.longest_prefix(sequence, int(length))
         fork = self._sequences[fork_id]
         for page in source.pages[: self._num_pages(length)]:
             self._references[page] += 1
@@ -293,7 +293,7 @@ class KVCache:
                 if count:
                     self._states.reserve(sequence)
 
-    def next_token(self, sequence: int, token: int) -> NextToken | None:
+    def decode_step(self, sequence: int, token: int) -> DecodeStep | None:
         """Fast path of `reserve` and `describe` for one token; the result is valid until the next call.
 
         None where the token needs a page to be allocated or copied; the cache is unchanged then.
@@ -307,7 +307,7 @@ class KVCache:
         if self._references[page] > 1:
             return None
         step, blocks = self._next_token, None
-        if page_index + 1 >= 2 * PAGES_OF_PART and self._default_parts() > 1:
+        if page_index + 1 >= 2 * MIN_PART_PAGES and self._default_parts() > 1:
             blocks = np.array(self._split_contexts([(0, 0, 1, position)]))
         if self._states is not None:
             if self._states.length(sequence) != position:
@@ -315,7 +315,7 @@ class KVCache:
             self._states.reserve(sequence)
             states = self._states.span(sequence, True)
         table = entry.table[: page_index + 1].reshape(1, -1)
-        step.become(token, position, page * page_size + position % page_size, table, blocks, states)
+        step.update(token, position, page * page_size + position % page_size, table, blocks, states)
         return step
 
     def describe(self, parts: Sequence[tuple[int, int, int]]) -> StepInputs | StatefulInputs:
@@ -367,7 +367,9 @@ class KVCache:
     def _default_parts(self) -> int:
         """Number of parts of a long context that gives all threads equal work (as in Flash-Decoding)."""
         threads, tasks = min(threadpool.num_threads(), MAX_THREADS), self.layout.kv_heads
-        return next(n for n in range(1, threads + 1) if tasks * n % threads == 0 or tasks * n >= ENOUGH_TASKS * threads)
+        return next(
+            n for n in range(1, threads + 1) if tasks * n % threads == 0 or tasks * n >= TASKS_PER_THREAD * threads
+        )
 
     def _split_contexts(self, blocks: list[_QueryBlock]) -> list[tuple[int, ...]]:
         """Split the contexts of blocks into parts; returns (*block, part, parts).
@@ -375,10 +377,10 @@ class KVCache:
         The split determines how sums are rounded, so it depends on the position of each row alone, unless a step would
         have too many parts: chunked prefill, draft tokens and other sequences must not change a reply.
         """
-        max_parts = min(self._default_parts(), 1 + ENOUGH_TASKS * MAX_THREADS // max(len(blocks), 1))
+        max_parts = min(self._default_parts(), 1 + TASKS_PER_THREAD * MAX_THREADS // max(len(blocks), 1))
         parted_blocks: list[tuple[int, ...]] = []
         for block in blocks:
-            parts = max(1, min(max_parts, (block[3] // self.layout.page + 1) // PAGES_OF_PART))
+            parts = max(1, min(max_parts, (block[3] // self.layout.page + 1) // MIN_PART_PAGES))
             parted_blocks += [(*block, part, parts) for part in range(parts)]
         return parted_blocks
 

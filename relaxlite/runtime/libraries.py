@@ -29,7 +29,7 @@ from relaxlite.runtime.executable import LibraryInfo
 from relaxlite.runtime.tensor import Tensor
 
 PYTHON, OPENBLAS = "python", "openblas"  # names of libraries that are not files
-TILES = "amx"  # AMX instructions, which need the system's permission
+AMX = "amx"  # AMX instructions, which need the system's permission
 
 _REQUEST_AMX_TILES = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) on x86-64
 
@@ -71,15 +71,15 @@ def _encoded(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BoundRoutines:
     """Cells of a model's routines; they, and the Python functions in them, stay valid while this object lives."""
 
     cells: dict[str, int]  # name -> address
     missing: tuple[str, ...]  # reasons for missing routines that have fallback kernels
-    kept: tuple[object, ...]
+    references: tuple[object, ...]
 
 
-def bind(libraries: Iterable[LibraryInfo]) -> Bound:
+def bind(libraries: Iterable[LibraryInfo]) -> BoundRoutines:
     """Resolve the routines of libraries. LibraryError for a missing routine without a fallback kernel."""
     cells: dict[str, int] = {}
     missing: list[str] = []
@@ -96,10 +96,10 @@ def bind(libraries: Iterable[LibraryInfo]) -> Bound:
             cell = ctypes.c_uint64(address)
             cells[cell_name(info.name, symbol)] = ctypes.addressof(cell)
             references += [cell, owner]
-    return Bound(cells, tuple(missing), tuple(references))
+    return BoundRoutines(cells, tuple(missing), tuple(references))
 
 
-def find(name: str, file: str = "", *symbols: str) -> None:
+def require_library(name: str, file: str = "", *symbols: str) -> None:
     """Raise LibraryError unless a library exists and has the symbols."""
     library = _open(name, file)
     for symbol in symbols:
@@ -121,15 +121,15 @@ def _routine(info: LibraryInfo, symbol: str) -> tuple[int, object]:
             )
         routine = _ROUTINE(_trampoline(function))
         return ctypes.cast(routine, ctypes.c_void_p).value or 0, routine
-    if info.name == TILES:
-        _ask_for_tiles()
+    if info.name == AMX:
+        _request_amx_permission()
         return 1, None
     library = _open(info.name, info.file)
     return _symbol(library, info.name, symbol), library
 
 
 @cache
-def _ask_for_tiles() -> None:
+def _request_amx_permission() -> None:
     """Request permission for AMX tile state from Linux, once per process. LibraryError where it is denied."""
     permitted = sys.platform == "linux" and ctypes.CDLL(None).syscall(*_REQUEST_AMX_TILES) == 0
     if not permitted:

@@ -21,17 +21,17 @@ from relaxlite import config, dtypes
 from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
 from relaxlite.garbage import with_gc_disabled
 from relaxlite.runtime import artifact, scratch, threadpool
-from relaxlite.runtime.executable import ENTRY, Bound, ExecutableData, TensorSpec, bound_problem, disassemble
+from relaxlite.runtime.executable import ENTRY, ExecutableData, SymbolBounds, TensorSpec, bound_problem, disassemble
 from relaxlite.runtime.host import HostFailedError
 from relaxlite.runtime.tensor import Tensor, export_array, import_tensor
 from relaxlite.runtime.vm import VirtualMachine
-from relaxlite.runtime.weights import aligned, placed
+from relaxlite.runtime.weights import align_weights, place_weights
 
 if TYPE_CHECKING:
     from relaxlite.runtime.profile import Profile
     from relaxlite.runtime.roofline import MachineLimits
 
-_UNBOUNDED: Bound = (0, None, 1)
+_UNBOUNDED: SymbolBounds = (0, None, 1)
 
 
 class Specs(tuple[TensorSpec, ...]):
@@ -55,7 +55,9 @@ class Executable:
         """
         if threads is not None:
             threadpool.set_num_threads(threads)
-        weights, pending = placed(data.constants) if config.get("huge_pages") else (aligned(data.constants), ())
+        weights, pending = (
+            place_weights(data.constants) if config.get("huge_pages") else (align_weights(data.constants), ())
+        )
         data = replace(data, constants=weights)
         self.data = data
         self._vm = VirtualMachine(data, is_checked=is_checked)
@@ -128,7 +130,7 @@ class Executable:
         recorder = Recorder(self.data.kernels)
         kernels = {n: recorder.timed(n, k) for n, k in self._vm.kernels.items()}
         vm = VirtualMachine(self.data, kernels=kernels, constants=self._vm.constants)
-        self._vm.constants.settle()
+        self._vm.constants.wait_until_moved()
         threads = threadpool.num_threads()
 
         def run() -> None:

@@ -28,9 +28,9 @@ from relaxlite.records import dataclass
 from relaxlite.runtime.executable import KernelCost, KernelInfo
 from relaxlite.runtime.expression import Expression, parse_expression
 from relaxlite.runtime.profile_html import page
-from relaxlite.runtime.roofline import Bound, MachineLimits, to_json
+from relaxlite.runtime.roofline import MachineLimits, RooflineBound, to_json
 
-Kernel: TypeAlias = Callable[[bytes, int], int]  # as in vm.py
+KernelFunction: TypeAlias = Callable[[bytes, int], int]  # as in vm.py
 _Raw: TypeAlias = tuple[int, int, int, bytes]  # kernel number, start and end in ns, bytes of the symbols' values
 
 
@@ -45,7 +45,7 @@ class KernelEvent:
     flops: int | None = None
     bytes_read: int | None = None
     bytes_written: int | None = None
-    bound: Bound | None = None  # lower bound of the time by the roofline, if the limits of the machine are known
+    bound: RooflineBound | None = None  # by the roofline, if the limits of the machine are known
 
     @property
     def nbytes(self) -> int | None:
@@ -268,7 +268,7 @@ class Recorder:
         self._numbers = {name: number for number, name in enumerate(kernels)}
         self._calls: list[_Raw] = []
 
-    def timed(self, name: str, kernel: Kernel) -> Kernel:
+    def timed(self, name: str, kernel: KernelFunction) -> KernelFunction:
         """Wrap a kernel so that its calls are recorded."""
         number = self._numbers[name]
         nbytes = 8 * (self.kernels[number].num_symbols or 0)

@@ -22,7 +22,7 @@ from relaxlite.errors import ExecutionError
 from relaxlite.records import dataclass
 from relaxlite.runtime.executable import ENTRY, ExecutableData
 from relaxlite.runtime.tensor import export_array, import_tensor
-from relaxlite.runtime.vm import Kernel, VirtualMachine
+from relaxlite.runtime.vm import KernelFunction, VirtualMachine
 
 _HEAP_BYTES = 1 << 16  # upper bound of a model's shape heap
 
@@ -52,7 +52,7 @@ class Recorder:
         result = vm.run(ENTRY, tensors)
         return Replay(tape, result if isinstance(result, tuple) else (result,), (self._vm, vm, tensors))
 
-    def _recording(self, name: str, kernel: Kernel, tape: list[_Recorded]) -> Kernel:
+    def _recording(self, name: str, kernel: KernelFunction, tape: list[_Recorded]) -> KernelFunction:
         count = self._data.kernels[name].num_symbols or 0
 
         def call(buffers: bytes, symbols: int) -> int:
@@ -67,7 +67,7 @@ class Recorder:
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     name: str
-    kernel: Kernel
+    kernel: KernelFunction
     buffers: bytes
     symbols: bytes
 

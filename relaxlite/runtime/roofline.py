@@ -45,7 +45,7 @@ class MemoryLevel:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class RooflineBound:
     """Lower bound of a time, and the limit that determines it: "compute", or the name of a memory level."""
 
     seconds: float
@@ -68,12 +68,12 @@ class MachineLimits:
         """Innermost memory level that holds this many bytes."""
         return next((level for level in self.levels if level.holds(nbytes, threads)), self.levels[-1])
 
-    def bound(self, flops: float, nbytes: float, threads: int) -> Bound:
+    def bound(self, flops: float, nbytes: float, threads: int) -> RooflineBound:
         """Lower bound of the time for an amount of arithmetic and memory traffic."""
         level = self.level_for(nbytes, threads)
         compute = flops / (self.peak_gflops(threads) * 1e9)
         traffic = nbytes / (level.speed(threads) * 1e9)
-        return Bound(compute, PEAK) if compute >= traffic else Bound(traffic, level.name)
+        return RooflineBound(compute, PEAK) if compute >= traffic else RooflineBound(traffic, level.name)
 
 
 def _interpolate(measured: Mapping[int, float], threads: int) -> float:

@@ -26,9 +26,9 @@ from relaxlite.errors import CacheFullError
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-NONE = -1  # slot number of the zero state of an empty sequence
-STATES = 3  # slots of one sequence: current, previous (reused by the next step), after the prompt
-PROMPT = 16  # a step of at least so many tokens counts as a prompt, or the end of one
+ZERO_STATE = -1  # slot number of the zero state of an empty sequence
+STATES_PER_SEQUENCE = 3  # slots of one sequence: current, previous (reused by the next step), after the prompt
+MIN_PROMPT_TOKENS = 16  # a step of at least so many tokens counts as a prompt, or the end of one
 
 
 class State(NamedTuple):
@@ -48,7 +48,10 @@ class _SequenceStates:
 
 
 class StateSlots:
-    """Allocator of state slots. Not thread-safe; KeyboardInterrupt may leak slots, which `count_again` reclaims."""
+    """Allocator of state slots. Not thread-safe.
+
+    KeyboardInterrupt may leak slots, which `recount_references` reclaims.
+    """
 
     def __init__(self, count: int, make: Callable[[int, int], Array], may_grow: Callable[[int], bool]) -> None:
         """Create empty pools. `count`: number of pools; `make(pool, slots)` allocates a pool, `may_grow(slots)`:
@@ -70,12 +73,12 @@ class StateSlots:
         states = self._entry(sequence).states
         return states[-1].length if states else 0
 
-    def fitting(self, sequence: int, length: int) -> int:
+    def longest_prefix(self, sequence: int, length: int) -> int:
         """Length of the longest state of at most `length` tokens; 0 without one."""
         return max((state.length for state in self._entry(sequence).states if state.length <= length), default=0)
 
     def fork(self, sequence: int, fork_id: int, length: int) -> None:
-        """Share the state of `length` tokens, as `fitting` returned it, with the new sequence `fork_id`."""
+        """Share the state of `length` tokens, as `longest_prefix` returned it, with the new sequence `fork_id`."""
         for state in self._entry(sequence).states:
             if state.length == length:
                 self._references[state.slot] += 1
@@ -120,14 +123,14 @@ class StateSlots:
         assert entry.next is not None
         if not is_first:
             return entry.next, entry.next
-        return entry.states[-1].slot if entry.states else NONE, entry.next
+        return entry.states[-1].slot if entry.states else ZERO_STATE, entry.next
 
     def commit(self, sequence: int, length: int, count: int) -> None:
         """Make the reserved slot the current state, of `length` tokens, after a step of `count` tokens."""
         entry = self._entry(sequence)
         slot, entry.next = entry.next, None
         assert slot is not None
-        entry.states.append(State(length, slot, count >= PROMPT))
+        entry.states.append(State(length, slot, count >= MIN_PROMPT_TOKENS))
         last_prompt = max((k for k, state in enumerate(entry.states) if state.is_prompt), default=-1)
         for k in reversed(range(len(entry.states) - 2)):
             if k != last_prompt:
@@ -140,7 +143,7 @@ class StateSlots:
             slot, entry.next = entry.next, None
             self._release(slot)
 
-    def count_again(self) -> None:
+    def recount_references(self) -> None:
         """Recompute the reference counts, to reclaim slots that interrupts have leaked."""
         references = Counter(state.slot for entry in self._sequences.values() for state in entry.states)
         references.update(entry.next for entry in self._sequences.values() if entry.next is not None)
@@ -157,11 +160,11 @@ class StateSlots:
 
     def _grow(self) -> None:
         """Grow by a factor of 1.5, or by one slot where that does not fit. CacheFullError where neither fits."""
-        self.count_again()
+        self.recount_references()
         if self._free:
             return
         old = len(self._references)
-        new_count = next((n for n in (max(STATES, old + old // 2), old + 1) if self._may_grow(n)), None)
+        new_count = next((n for n in (max(STATES_PER_SEQUENCE, old + old // 2), old + 1) if self._may_grow(n)), None)
         if new_count is None:
             raise CacheFullError(f"the cache is full: there is no room for more than {old} states of sequences")
         self._is_growing = True

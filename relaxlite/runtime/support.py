@@ -37,7 +37,7 @@ class SupportCode:
         return f"{self.name}.{len(text)}.{zlib.crc32(text):08x}{zlib.adler32(text):08x}"
 
 
-def offer(objects: Mapping[str, bytes]) -> None:
+def register_objects(objects: Mapping[str, bytes]) -> None:
     """Register an executable's support code by key, for modules that are not linked yet."""
     if linker.is_supported():
         with _lock:

@@ -55,7 +55,7 @@ from relaxlite.runtime.weights import Constants
 Value: TypeAlias = Any  # a Tensor, a shape (tuple of int), a tuple of values, or an arena
 Registers: TypeAlias = list[Value]
 Step: TypeAlias = Callable[[Registers, list[Memory]], None]
-Kernel: TypeAlias = Callable[[bytes, int], int]  # (packed addresses of the buffers, address of the symbols) -> status
+KernelFunction: TypeAlias = Callable[[bytes, int], int]  # (packed buffer addresses, symbols' address) -> status
 
 _KERNEL_TYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
 _HOLD_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int32)
@@ -66,7 +66,7 @@ register_extern = libraries.register_function  # functions called by `extern:SYM
 
 
 @dataclass(slots=True)
-class Block:
+class BasicBlock:
     """A basic block. Its terminator: return `register` (then == -1), jump to `then`, or branch on the bool in
     `register`."""
 
@@ -78,11 +78,11 @@ class Block:
 
 
 @dataclass(slots=True)
-class Decoded:
+class DecodedFunction:
     """A decoded function."""
 
     function: VMFunction
-    blocks: list[Block]
+    blocks: list[BasicBlock]
     initial: Registers  # initial registers behind the parameters
 
 
@@ -97,7 +97,7 @@ class VirtualMachine:
         self,
         data: ExecutableData,
         *,
-        kernels: Mapping[str, Kernel] | None = None,
+        kernels: Mapping[str, KernelFunction] | None = None,
         constants: Constants | None = None,
         is_checked: bool = False,
     ) -> None:
@@ -110,7 +110,7 @@ class VirtualMachine:
         self.pool = ArenaPool(poison=self.poison)
         self._library: object = None  # keeps the kernels' code alive
         self.missing_libraries: tuple[str, ...] = ()
-        support.offer(data.support)
+        support.register_objects(data.support)
         if kernels is None:
             bound = libraries.bind(data.libraries)
             self.missing_libraries = bound.missing
@@ -118,7 +118,7 @@ class VirtualMachine:
         self.kernels = kernels
         self._hold = _hold_workers() if data.kernels else _ignore
         self.constants = constants or Constants([_constant(array) for array in data.constants])
-        self._decoded: dict[str, Decoded] = {}  # decoded lazily, as host functions replace most calls
+        self._decoded: dict[str, DecodedFunction] = {}  # decoded lazily, as host functions replace most calls
 
     def run(self, name: str, args: Sequence[Value]) -> Value:
         """Call a function from outside; workers of the thread pool keep spinning during the call."""
@@ -186,7 +186,7 @@ def _constant(array: np.ndarray) -> Tensor:
     return import_tensor(array, array.dtype.name, "a constant")
 
 
-def _link(data: ExecutableData, bound: libraries.Bound) -> tuple[object, dict[str, Kernel]]:
+def _link(data: ExecutableData, bound: libraries.BoundRoutines) -> tuple[object, dict[str, KernelFunction]]:
     """Link the kernels; returns (owner of their code, kernels by name)."""
     if not data.kernels:
         return None, {}
@@ -221,22 +221,22 @@ def _truth(condition: Tensor) -> bool:
     return ctypes.c_bool.from_address(condition.ptr).value
 
 
-def _instruction_name(decoded: Decoded, block: Block, step: Step | None) -> str:
+def _instruction_name(decoded: DecodedFunction, block: BasicBlock, step: Step | None) -> str:
     function, position = decoded.function, _instruction_number(block, step)
     if position is None:
         return f"function '{function.name}'"
     return f"function '{function.name}', {position}: {instruction_text(function.instructions[position])}"
 
 
-def _instruction_number(block: Block, step: Step | None) -> int | None:
+def _instruction_number(block: BasicBlock, step: Step | None) -> int | None:
     """Instruction number of a step; None outside of the block."""
     return None if step is None or step not in block.steps else block.positions[block.steps.index(step)]
 
 
-def _add_location(error: RelaxliteError, decoded: Decoded, block: Block, step: Step | None) -> None:
+def _add_location(error: RelaxliteError, decoded: DecodedFunction, block: BasicBlock, step: Step | None) -> None:
     """Prefix an error's message with the source location of the step, once: by the innermost function."""
     position = _instruction_number(block, step)
-    location = None if position is None else decoded.function.place(position)
+    location = None if position is None else decoded.function.location(position)
     if location is None or getattr(error, "is_placed", False):
         return
     error.is_placed = True  # type: ignore[attr-defined]
@@ -272,7 +272,7 @@ class _Decoder:
             "copy": self._copy_tensor,
         }
 
-    def decode(self) -> Decoded:
+    def decode(self) -> DecodedFunction:
         """Split the function at jump targets, and decode each block."""
         code = self.function.instructions
         leaders = {0}
@@ -288,10 +288,10 @@ class _Decoder:
         block_of = {start: index for index, start in enumerate(starts)}
         blocks = [self._block(start, block_of) for start in starts]
         unset = [None] * (self.function.num_registers - len(self.function.params))
-        return Decoded(self.function, blocks, [*unset, *self.tail, None])
+        return DecodedFunction(self.function, blocks, [*unset, *self.tail, None])
 
-    def _block(self, start: int, block_of: Mapping[int, int]) -> Block:
-        block = Block([], [])
+    def _block(self, start: int, block_of: Mapping[int, int]) -> BasicBlock:
+        block = BasicBlock([], [])
         for at in range(start, len(self.function.instructions)):
             match self.function.instructions[at]:
                 case Ret(register):

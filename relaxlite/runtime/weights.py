@@ -32,7 +32,7 @@ _MAX_COPIERS = 4
 _NICE = 10  # nice value of the background thread: a tenth of the CPU share of normal threads
 
 
-def aligned(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+def align_weights(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Copy arrays that are not contiguous or not aligned to a cache line; others are returned as they are.
 
     Each vector load of an unaligned array touches two lines (docs/measurements/cpus.md, unaligned_weights).
@@ -46,7 +46,7 @@ def _needs_alignment(array: np.ndarray) -> bool:
     return ALIGNMENT <= array.nbytes <= MEMORY_LIMIT // 4 and array.ctypes.data % ALIGNMENT != 0
 
 
-def gathered(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+def gather_weights(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Copy arrays to one block in huge pages, from 4 MiB to a quarter of the machine's memory in total; else align
     them.
 
@@ -57,9 +57,11 @@ def gathered(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     return _place_weights(arrays, may_wait=False)[0]
 
 
-def placed(arrays: Sequence[np.ndarray]) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
-    """Place weights as `gathered` does, except that arrays of large files are left there; returns the arrays, and the
-    numbers of those left, for `Constants.move`."""
+def place_weights(arrays: Sequence[np.ndarray]) -> tuple[tuple[np.ndarray, ...], tuple[int, ...]]:
+    """Place weights as `gather_weights` does, except for arrays of large files, which stay in place.
+
+    Returns the arrays, and the numbers of those that stay, for `Constants.move`.
+    """
     return _place_weights(arrays, may_wait=True)
 
 
@@ -79,7 +81,7 @@ def _place_weights(arrays: Sequence[np.ndarray], *, may_wait: bool) -> tuple[tup
     is_worth_it = (
         sys.platform == "linux" and HUGE_FROM <= _total_bytes([arrays[k] for k in copied]) <= MEMORY_LIMIT // 4
     )
-    copy_all = _copy_to_one_block if is_worth_it else aligned
+    copy_all = _copy_to_one_block if is_worth_it else align_weights
     for k, array in zip(copied, copy_all([arrays[k] for k in copied]), strict=True):
         placed_arrays[k] = array
     for file in huge_page_files:
@@ -233,7 +235,7 @@ class Constants:
                 mover.start()
                 self._mover = mover
 
-    def settle(self) -> None:
+    def wait_until_moved(self) -> None:
         """Wait until all constants have moved."""
         if self._mover is not None:
             self._mover.join()

@@ -56,7 +56,7 @@ needs_libc = pytest.mark.skipif(not LIBC or os.name != "posix", reason="needs th
 
 def has_openblas() -> bool:
     try:
-        libraries.find("openblas")
+        libraries.require_library("openblas")
     except LibraryError:
         return False
     return True

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import Val, int_const
 from relaxlite.errors import CodegenError
 from relaxlite.ir.program import Literal, Value
@@ -28,7 +28,7 @@ _ACCUMULATORS, _X, _DP4A_GROUPS, _END = 0, 4, 6, 8  # the first tile register of
 _PALETTE_OFFSET, _ROW_BYTES_OFFSET, _ROWS_OFFSET = 0, 16, 48  # in the 64 bytes of a tile configuration
 
 
-def emit_tiles(k: Kernel, symbol: str, values: Sequence[Val], args: Sequence[Value]) -> None:
+def emit_amx_routine(k: KernelContext, symbol: str, values: Sequence[Val], args: Sequence[Value]) -> None:
     """Emit the instructions of a routine; literal arguments are passed as numbers. CodegenError: no such routine."""
     routine = _ROUTINES.get(symbol)
     if routine is None:
@@ -36,7 +36,7 @@ def emit_tiles(k: Kernel, symbol: str, values: Sequence[Val], args: Sequence[Val
     routine(k, *(arg.value if isinstance(arg, Literal) else v for arg, v in zip(args, values, strict=True)))
 
 
-def _configure(k: Kernel, depth: int) -> None:
+def _configure(k: KernelContext, depth: int) -> None:
     e, config = k.e, k.stack_array("tiles", "i8", 64)
     e.line(f"store <64 x i8> zeroinitializer, {config}, align 64")
     fields = [(_PALETTE_OFFSET, 1)]
@@ -54,23 +54,23 @@ def _configure(k: Kernel, depth: int) -> None:
     e.call_void("llvm.x86.ldtilecfg", [config])
 
 
-def _start(k: Kernel, tile: int, row: Val) -> None:
+def _start(k: KernelContext, tile: int, row: Val) -> None:
     k.e.call_void("llvm.x86.tileloadd64", [_tile_register(tile), row, int_const(0)])
 
 
-def _clear(k: Kernel, tile: int) -> None:
+def _clear(k: KernelContext, tile: int) -> None:
     k.e.call_void("llvm.x86.tilezero", [_tile_register(tile)])
 
 
 def _load(first: int) -> Callable[..., None]:
-    def emit(k: Kernel, tile: int, memory: Val, stride: Val) -> None:
+    def emit(k: KernelContext, tile: int, memory: Val, stride: Val) -> None:
         k.e.call_void("llvm.x86.tileloadd64", [_tile_register(first + tile), memory, stride])
 
     return emit
 
 
 def _dot(instruction: str) -> Callable[..., None]:
-    def emit(k: Kernel, accumulator: int, x: int, groups: int) -> None:
+    def emit(k: KernelContext, accumulator: int, x: int, groups: int) -> None:
         k.e.call_void(
             f"llvm.x86.{instruction}",
             [_tile_register(accumulator), _tile_register(_X + x), _tile_register(_DP4A_GROUPS + groups)],
@@ -79,12 +79,12 @@ def _dot(instruction: str) -> Callable[..., None]:
     return emit
 
 
-def _store(k: Kernel, tile: int, address: Val, stride: Val) -> None:
+def _store(k: KernelContext, tile: int, address: Val, stride: Val) -> None:
     k.e.call_void("llvm.x86.tilestored64", [_tile_register(tile), address, stride])
     k.forget_loads()
 
 
-def _release(k: Kernel) -> None:
+def _release(k: KernelContext) -> None:
     k.e.call_void("llvm.x86.tilerelease", [])
 
 

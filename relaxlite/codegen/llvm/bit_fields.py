@@ -8,7 +8,7 @@ With the exponent of 2**(23 - s), mantissa bits from s on have integer weights; 
 from __future__ import annotations
 
 from relaxlite import dtypes
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
 from relaxlite.ir.program import Binary, Cast, IndexValue, Literal, Value
 from relaxlite.ir.symbolic import as_int
@@ -21,9 +21,9 @@ _HIGH_FIELD_SHIFT = 16  # fields above the mantissa share one shift by this
 
 @dataclass(frozen=True, slots=True)
 class BitField:
-    """The integer in `size` bits of the packed int32 `word` from bit `start` on, plus `offset`."""
+    """The integer in `size` bits of the packed int32 `packed` from bit `start` on, plus `offset`."""
 
-    word: Value
+    packed: Value
     start: int
     size: int
     offset: int = 0
@@ -34,7 +34,7 @@ class BitField:
         return self.offset, self.offset + (1 << self.size) - 1
 
 
-def bit_field(k: Kernel, value: Value) -> BitField | None:
+def bit_field(k: KernelContext, value: Value) -> BitField | None:
     """Match shift, mask, integer casts and constant offsets as a bit field of an int32; None for other values."""
     if isinstance(value, Cast) and dtypes.is_integer(value.dtype):
         field = bit_field(k, value.x)
@@ -60,7 +60,7 @@ def bit_field(k: Kernel, value: Value) -> BitField | None:
 
 def _with_offset(field: BitField, offset: int) -> BitField | None:
     total = field.offset + offset
-    return BitField(field.word, field.start, field.size, total) if abs(total) < 1 << 15 else None
+    return BitField(field.packed, field.start, field.size, total) if abs(total) < 1 << 15 else None
 
 
 def _holds(dtype: str, field: BitField) -> bool:
@@ -69,14 +69,14 @@ def _holds(dtype: str, field: BitField) -> bool:
     return low <= field.bounds[0] and field.bounds[1] <= high
 
 
-def _constant(k: Kernel, value: Value) -> int | None:
+def _constant(k: KernelContext, value: Value) -> int | None:
     if isinstance(value, Literal):
         return int(value.value)
     return as_int(k.ix.resolve(value.index)) if isinstance(value, IndexValue) else None
 
 
 def field_to_float(e: Emitter, word: Val, field: BitField) -> Val:
-    """Emit a bit field as float32; `word` is the packed int32 in register form."""
+    """Emit a bit field as float32; `packed` is the packed int32 in register form."""
     start = field.start
     if start + field.size > _MANTISSA_BITS:
         word, start = e.binary("lshr", word, int_const(_HIGH_FIELD_SHIFT, "i32")), start - _HIGH_FIELD_SHIFT

@@ -6,13 +6,13 @@ those tensors, so it cannot overflow.
 
 from __future__ import annotations
 
-from relaxlite.codegen.llvm.context import OVERFLOWED, Kernel
+from relaxlite.codegen.llvm.context import OVERFLOWED, KernelContext
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.codegen.llvm.indices import divide_floor
 from relaxlite.ir.symbolic import Extremum, FloorDiv, FloorMod, Max, Min, SymExpr, SymVar
 
 
-def index(k: Kernel, expr: SymExpr) -> Val:
+def emit_index(k: KernelContext, expr: SymExpr) -> Val:
     """Emit a symbolic expression as i64, a vector where it varies over lanes; with overflow checks in checked
     programs."""
     if not k.is_checked:
@@ -27,7 +27,7 @@ def index(k: Kernel, expr: SymExpr) -> Val:
     return value
 
 
-def _sum(k: Kernel, expr: SymExpr, flags: list[Val]) -> Val:
+def _sum(k: KernelContext, expr: SymExpr, flags: list[Val]) -> Val:
     total = None
     for monomial, coef in expr.terms:
         term = _atom(k, monomial[0], flags)
@@ -49,7 +49,7 @@ def _overflowing(e: Emitter, name: str, a: Val, b: Val, flags: list[Val]) -> Val
     return e.op(f"extractvalue {pair}, 0", "i64", 0, "x")
 
 
-def _atom(k: Kernel, atom: SymExpr, flags: list[Val]) -> Val:
+def _atom(k: KernelContext, atom: SymExpr, flags: list[Val]) -> Val:
     if isinstance(atom, SymVar):
         return k.ix.variables[atom].value
     assert isinstance(atom, FloorDiv | FloorMod | Min | Max)

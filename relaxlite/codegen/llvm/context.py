@@ -44,7 +44,7 @@ class Access:
 
 
 @dataclass(slots=True)
-class Kernel:
+class KernelContext:
     """One function under construction: `e` emits instructions, `ix` emits index expressions.
 
     In a vectorized loop, `lane` is the loop variable and `lanes` its extent; `mask`: the active lanes, None for all;
@@ -66,14 +66,14 @@ class Kernel:
     per_lane: set[Buffer] = field(default_factory=set)  # buffers allocated in the vectorized loop, one copy per lane
     scratch: list[Val] = field(default_factory=list)  # workspaces to free at every return
     loads: dict[LoadKey, Val] = field(default_factory=dict)  # values known to be in memory, for load forwarding
-    places: dict[LoadKey, int] = field(default_factory=dict)  # constant first element of contiguous `loads`
+    vector_offsets: dict[LoadKey, int] = field(default_factory=dict)  # constant first element of contiguous `loads`
     values: dict[Value, Val] = field(default_factory=dict)  # emitted values of the current statement
     offsets: dict[tuple[Buffer, tuple[SymExpr, ...]], SymExpr] = field(default_factory=dict)
     accesses: dict[AccessKey, Access] = field(default_factory=dict)
     needs_fence: bool = False  # after nontemporal stores, which must complete before the function returns
-    ahead: dict[Buffer, int] = field(default_factory=dict)  # prefetch distance in bytes, by buffer
-    in_order: frozenset[Buffer] = frozenset()  # buffers whose vector loads LLVM must not reorder
-    loading: dict[Value, bool] = field(default_factory=dict)  # whether a value contains a load
+    prefetch_distances: dict[Buffer, int] = field(default_factory=dict)  # prefetch distance in bytes, by buffer
+    ordered_buffers: frozenset[Buffer] = frozenset()  # buffers whose vector loads LLVM must not reorder
+    contains_load: dict[Value, bool] = field(default_factory=dict)  # whether a value contains a load
 
     # Lanes
 

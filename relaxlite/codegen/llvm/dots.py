@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from relaxlite.codegen.llvm import byte_pairs, memory
-from relaxlite.codegen.llvm.context import Access, Kernel
+from relaxlite.codegen.llvm import maddubs, memory
+from relaxlite.codegen.llvm.context import Access, KernelContext
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const, mangle
 from relaxlite.codegen.llvm.types import convert, from_memory
 from relaxlite.codegen.llvm.widths import widest_lanes
@@ -19,7 +19,7 @@ from relaxlite.ir.symbolic import as_int
 from relaxlite.target import Target
 
 
-def emit_dot(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
+def emit_dot(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
     """Emit accumulator plus dot product of separate elements, by the target's instruction or by widened
     multiply-adds."""
     e, dot = k.e, DOT_PRODUCTS[value.name]
@@ -44,10 +44,10 @@ def emit_dot(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], 
     )
 
 
-def emit_dot_of_words(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
-    """Emit dp4a of packed int32: by VNNI, by pmaddubsw (byte_pairs.py), or by widened multiply-adds."""
-    if width := byte_pairs.pair_lanes(k.e.target, k.lanes):
-        return byte_pairs.emit_dots(k, value, emit_value, width)
+def emit_dp4a(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
+    """Emit dp4a of packed int32: by VNNI, by pmaddubsw (maddubs.py), or by widened multiply-adds."""
+    if width := maddubs.maddubs_lanes(k.e.target, k.lanes):
+        return maddubs.emit_dp4a_chain(k, value, emit_value, width)
     c, a, b = (emit_value(k, x) for x in value.args[:3])
     name = "dot4_u8s8"
     dot, width = DOT_PRODUCTS[name], _instruction_lanes(k.e.target, name, k.lanes)
@@ -56,8 +56,8 @@ def emit_dot_of_words(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel,
     return _portable(k.e, dot, c, _elements(k.e, a, dot.a, dot), _elements(k.e, b, dot.b, dot))
 
 
-def emit_dot_of_pairs(
-    k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val], total: Val | None = None
+def emit_dot2_bf16(
+    k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val], total: Val | None = None
 ) -> Val:
     """Emit dot2_bf16 of packed int32, added to `total`, or to the intrinsic's own accumulator where that is None."""
     c = emit_value(k, value.args[0]) if total is None else total
@@ -65,7 +65,7 @@ def emit_dot_of_pairs(
     return _dot2(k, "dot2_bf16", c, a, b)
 
 
-def _dot2(k: Kernel, name: str, c: Val, a: Val, b: Val) -> Val:
+def _dot2(k: KernelContext, name: str, c: Val, a: Val, b: Val) -> Val:
     """Emit a dot product of two 16-bit numbers per lane."""
     dot, width = DOT_PRODUCTS[name], _instruction_lanes(k.e.target, name, k.lanes)
     if width and (a.lanes or b.lanes):
@@ -73,13 +73,13 @@ def _dot2(k: Kernel, name: str, c: Val, a: Val, b: Val) -> Val:
     return _portable(k.e, dot, c, _elements(k.e, a, dot.a, dot), _elements(k.e, b, dot.b, dot))
 
 
-def emit_dot_of_halves(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
+def emit_dot2_i16(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
     """Emit dot2_i16 of packed int32."""
     c, a, b = (emit_value(k, x) for x in value.args)
     return _dot2(k, "dot2_i16", c, a, b)
 
 
-def emit_word(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
+def emit_packed_bytes(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
     """Emit four bytes as one packed int32: by one load, or by shifts and ors."""
     packed = load_packed(k, value.args)
     if packed is not None:
@@ -91,16 +91,16 @@ def emit_word(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value],
     return total
 
 
-def _by_instruction(k: Kernel, name: str, width: int, c: Val, a: Val, b: Val) -> Val:
+def _by_instruction(k: KernelContext, name: str, width: int, c: Val, a: Val, b: Val) -> Val:
     e = k.e
     operands = [e.cast("bitcast", e.splat(c, k.lanes), "i32"), e.splat(a, k.lanes), e.splat(b, k.lanes)]
-    result = e.by_parts(operands, width, lambda *parts: _INSTRUCTIONS[name](e, *parts))
+    result = e.by_subvectors(operands, width, lambda *parts: _INSTRUCTIONS[name](e, *parts))
     return e.cast("bitcast", result, c.elem)
 
 
-def load_packed(k: Kernel, elements: Sequence[Value]) -> Val | None:
+def load_packed(k: KernelContext, elements: Sequence[Value]) -> Val | None:
     """Load the elements of one operand as one packed int32 per lane; None where they are not adjacent in memory."""
-    accesses = [memory.classify(k, x.buffer, x.indices) for x in elements if isinstance(x, Load)]
+    accesses = [memory.classify_access(k, x.buffer, x.indices) for x in elements if isinstance(x, Load)]
     if len(accesses) != len(elements) or any(access.buffer is not accesses[0].buffer for access in accesses):
         return None
     first = accesses[0]
@@ -114,7 +114,7 @@ def load_packed(k: Kernel, elements: Sequence[Value]) -> Val | None:
     return None
 
 
-def _load_uniform(k: Kernel, access: Access) -> Val:
+def _load_uniform(k: KernelContext, access: Access) -> Val:
     key = (access.buffer, access.offset, 0, "dot")
     if key not in k.loads:
         pointer = k.ix.pointer(access.buffer, access.base)
@@ -122,7 +122,7 @@ def _load_uniform(k: Kernel, access: Access) -> Val:
     return k.loads[key]
 
 
-def _load_lanes(k: Kernel, access: Access) -> Val:
+def _load_lanes(k: KernelContext, access: Access) -> Val:
     e, lanes = k.e, k.lanes
     key = (access.buffer, access.offset, lanes, "dot" + (k.mask.text if k.mask is not None else ""))
     if key in k.loads:
@@ -163,7 +163,7 @@ def _instruction_lanes(target: Target, name: str, lanes: int) -> int:
         supported = {512: has_512, 256: has_512 and target.has("avx512vl")}
         supported[128] = supported[256]
     elif name == "dot2_i16":
-        supported = {bits: target.has(instructions.feature) for bits, instructions in byte_pairs.INSTRUCTIONS.items()}
+        supported = {bits: target.has(instructions.feature) for bits, instructions in maddubs.MADD_INTRINSICS.items()}
     else:
         has_512 = target.has("avx512vnni")
         supported = {512: has_512, 256: (has_512 and target.has("avx512vl")) or target.has("avxvnni")}
@@ -179,13 +179,13 @@ def _vpdpbusd(e: Emitter, c: Val, a: Val, b: Val) -> Val:
 def _vdpbf16ps(e: Emitter, c: Val, a: Val, b: Val) -> Val:
     operands = [e.op(f"bitcast {x} to <{2 * x.lanes} x bfloat>", "bfloat", 2 * x.lanes) for x in (a, b)]
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * c.lanes}"
-    sums = e.call(name, [e.cast("bitcast", c, "float"), *operands], "float", c.lanes, "dot")
-    return e.cast("bitcast", sums, "i32")
+    result = e.call(name, [e.cast("bitcast", c, "float"), *operands], "float", c.lanes, "dot")
+    return e.cast("bitcast", result, "i32")
 
 
 def _pmaddwd(e: Emitter, c: Val, a: Val, b: Val) -> Val:
     operands = [e.op(f"bitcast {x} to <{2 * x.lanes} x i16>", "i16", 2 * x.lanes) for x in (a, b)]
-    return e.binary("add", c, e.call(byte_pairs.INSTRUCTIONS[32 * c.lanes].sums, operands, "i32", c.lanes, "dot"))
+    return e.binary("add", c, e.call(maddubs.MADD_INTRINSICS[32 * c.lanes].maddwd, operands, "i32", c.lanes, "dot"))
 
 
 _INSTRUCTIONS: Mapping[str, Callable[..., Val]] = {

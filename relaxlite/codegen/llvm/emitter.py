@@ -132,7 +132,7 @@ class ModuleEmitter:
             self._metadata.append(f'!{{!"branch_weights", i32 {then}, i32 {other}}}')
         return f"!prof !{self._weights[then, other]}"
 
-    def one(self) -> str:
+    def nontemporal_node(self) -> str:
         """Metadata node that marks a store as nontemporal."""
         if self._nontemporal_node is None:
             self._nontemporal_node = len(self._metadata)
@@ -258,30 +258,30 @@ class Emitter:
             splat = self._splats[a.text, lanes] = self.op(shuffle, a.elem, lanes, "splat")
         return splat
 
-    def match(self, *values: Val) -> tuple[Val, ...]:
+    def match_lanes(self, *values: Val) -> tuple[Val, ...]:
         """Splat scalars so that all values have the same number of lanes."""
         lanes = max([v.lanes for v in values])
         return tuple([v if v.lanes == lanes else self.splat(v, lanes) for v in values])
 
     def binary(self, opcode: str, a: Val, b: Val, hint: str = "v") -> Val:
-        a, b = self.match(a, b)
+        a, b = self.match_lanes(a, b)
         return self.op(f"{opcode} {a}, {b.text}", a.elem, a.lanes, hint)
 
     def icmp(self, predicate: str, a: Val, b: Val, hint: str = "c") -> Val:
-        a, b = self.match(a, b)
+        a, b = self.match_lanes(a, b)
         return self.op(f"icmp {predicate} {a}, {b.text}", "i1", a.lanes, hint)
 
     def fcmp(self, predicate: str, a: Val, b: Val, hint: str = "c") -> Val:
-        a, b = self.match(a, b)
+        a, b = self.match_lanes(a, b)
         return self.op(f"fcmp {predicate} {a}, {b.text}", "i1", a.lanes, hint)
 
     def select(self, cond: Val, a: Val, b: Val, hint: str = "v") -> Val:
         if cond.text in ("true", "false"):
             return a if cond.text == "true" else b
         if cond.lanes:
-            cond, a, b = self.match(cond, a, b)
+            cond, a, b = self.match_lanes(cond, a, b)
         else:
-            a, b = self.match(a, b)
+            a, b = self.match_lanes(a, b)
         return self.op(f"select {cond}, {a}, {b}", a.elem, a.lanes, hint)
 
     def cast(self, opcode: str, a: Val, elem: str, hint: str = "v") -> Val:
@@ -303,7 +303,7 @@ class Emitter:
 
     def intrinsic(self, name: str, *args: Val, extra: Sequence[Val] = (), hint: str = "v") -> Val:
         """Call llvm.NAME, overloaded on the common type of operands and result; `extra` are operands of other types."""
-        matched = self.match(*args)
+        matched = self.match_lanes(*args)
         first = matched[0]
         return self.call(
             f"llvm.{name}.{mangle(first.elem, first.lanes)}", [*matched, *extra], first.elem, first.lanes, hint
@@ -321,7 +321,7 @@ class Emitter:
 
     def for_each_lane(self, args: Sequence[Val], elem: str, function: Callable[..., Val]) -> Val:
         """Apply a scalar `function` lane by lane, where there is no vector form; returns a vector of `elem`."""
-        args = self.match(*args)
+        args = self.match_lanes(*args)
         lanes = args[0].lanes
         if not lanes:
             return function(*args)
@@ -331,7 +331,7 @@ class Emitter:
             result = self.op(f"insertelement {result}, {value}, i64 {lane}", elem, lanes)
         return result
 
-    def by_parts(self, args: Sequence[Val], lanes: int, function: Callable[..., Val]) -> Val:
+    def by_subvectors(self, args: Sequence[Val], lanes: int, function: Callable[..., Val]) -> Val:
         """Apply `function` to subvectors of `lanes` lanes and concatenate the results, for instructions of a fixed
         width."""
         total = args[0].lanes

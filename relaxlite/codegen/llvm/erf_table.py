@@ -71,23 +71,23 @@ def is_available(e: Emitter) -> bool:
 
 def erf(e: Emitter, x: Val) -> Val:
     """erf of float32, any number of lanes; fewer than 16 are padded to 16."""
-    return by_vectors(e, x, (_LANES,), lambda part: _erf(e, part))
+    return apply_in_vectors(e, x, (_LANES,), lambda part: _erf(e, part))
 
 
 def gelu(e: Emitter, x: Val) -> Val:
     """GELU (x times the normal CDF) of float32, any number of lanes; absolute error at most 4e-7 and a rounding."""
-    return by_vectors(e, x, (_LANES,), lambda part: _gelu(e, part))
+    return apply_in_vectors(e, x, (_LANES,), lambda part: _gelu(e, part))
 
 
-def by_vectors(e: Emitter, x: Val, widths: tuple[int, ...], function: Callable[[Val], Val]) -> Val:
+def apply_in_vectors(e: Emitter, x: Val, widths: tuple[int, ...], function: Callable[[Val], Val]) -> Val:
     """Apply `function` to x, of any number of lanes, in vectors of the widest of `widths` (ascending), or padded to the
     smallest width that holds all lanes."""
     widest = widths[-1]
     if x.lanes and x.lanes % widest == 0:
-        return e.by_parts([x], widest, function)
+        return e.by_subvectors([x], widest, function)
     vector = x if x.lanes else e.op(f"insertelement <1 x float> poison, {x}, i64 0", "float", 1)
     padded = next((width for width in widths if width >= vector.lanes), -(-vector.lanes // widest) * widest)
-    y = _resized(e, e.by_parts([_resized(e, vector, padded)], min(padded, widest), function), vector.lanes)
+    y = _resized(e, e.by_subvectors([_resized(e, vector, padded)], min(padded, widest), function), vector.lanes)
     return y if x.lanes else e.extract(y, 0)
 
 

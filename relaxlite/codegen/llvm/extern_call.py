@@ -9,29 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relaxlite.codegen.llvm import memory
-from relaxlite.codegen.llvm.amx import emit_tiles
-from relaxlite.codegen.llvm.checked import index
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.amx import emit_amx_routine
+from relaxlite.codegen.llvm.checked import emit_index
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import TRUE, Val, int_const
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
 from relaxlite.ir.program import AddressOf, CallLibrary, IndexValue, LibraryFound, Literal, Value
-from relaxlite.runtime.libraries import TILES, cell_name
+from relaxlite.runtime.libraries import AMX, cell_name
 
 
-def emit_found(k: Kernel, value: LibraryFound) -> Val:
+def emit_library_present(k: KernelContext, value: LibraryFound) -> Val:
     """Emit whether a library routine is present, as i1."""
     if value.is_required:
         return TRUE
     return k.e.icmp("ne", _routine(k, value.library, value.symbol), Val("null", "ptr"), "found")
 
 
-def emit_library_call(k: Kernel, stmt: CallLibrary) -> None:
+def emit_library_call(k: KernelContext, stmt: CallLibrary) -> None:
     """Emit the call of a routine; a nonzero status fails the kernel. CodegenError inside a vectorized loop."""
     if k.lanes:
         raise CodegenError(f"{stmt.symbol} of {stmt.library} is called inside a vectorized loop")
-    if stmt.library == TILES:
-        emit_tiles(k, stmt.symbol, [_argument(k, arg) for arg in stmt.args], list(stmt.args))
+    if stmt.library == AMX:
+        emit_amx_routine(k, stmt.symbol, [_argument(k, arg) for arg in stmt.args], list(stmt.args))
         return
     routine = _routine(k, stmt.library, stmt.symbol)
     values = [_argument(k, arg) for arg in stmt.args]
@@ -54,22 +54,22 @@ def emit_library_call(k: Kernel, stmt: CallLibrary) -> None:
     k.fail_if(k.e.icmp("ne", status, int_const(0, "i32"), "wrong"), failure_status)
 
 
-def _routine(k: Kernel, library: str, symbol: str) -> Val:
+def _routine(k: KernelContext, library: str, symbol: str) -> Val:
     cell = k.e.module.external(cell_name(library, symbol))
     return k.e.op(f"load ptr, {cell}, align 8", "ptr", 0, symbol)
 
 
-def _argument(k: Kernel, arg: Value) -> Val:
+def _argument(k: KernelContext, arg: Value) -> Val:
     if isinstance(arg, AddressOf):
-        access = memory.classify(k, arg.buffer, arg.indices)
+        access = memory.classify_access(k, arg.buffer, arg.indices)
         return k.ix.pointer(access.buffer, access.offset)
     if isinstance(arg, IndexValue):
-        return convert(k.e, index(k, arg.index), "int64", arg.dtype)
+        return convert(k.e, emit_index(k, arg.index), "int64", arg.dtype)
     assert isinstance(arg, Literal)
     return literal(arg.value, arg.dtype)
 
 
-def _stack_array(k: Kernel, name: str, values: Sequence[Val]) -> Val:
+def _stack_array(k: KernelContext, name: str, values: Sequence[Val]) -> Val:
     """Store 8-byte values to a stack array; returns its address."""
     array = k.stack_array(name, "i64", max(len(values), 1))
     for number, value in enumerate(values):

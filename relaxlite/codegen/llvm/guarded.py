@@ -39,6 +39,6 @@ class _Unschedule(ProgramRewriter):
         return super().stmt(stmt)
 
 
-def one_by_one(program: TensorProgram) -> TensorProgram:
+def unschedule(program: TensorProgram) -> TensorProgram:
     """Remove loop kinds, prefetches and library calls from a program, for `emit_kernel(is_guarded=True)`."""
     return replace(program, body=_Unschedule().stmt(program.body))

@@ -18,8 +18,8 @@ from relaxlite.codegen.host_plan import plan_host
 from relaxlite.codegen.kernel_cache import open_cache
 from relaxlite.codegen.llvm.compile import generator_key
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Emitter, ModuleEmitter, Val, int_const
-from relaxlite.codegen.llvm.host_values import MEMORY_IR, Tensor, Value
-from relaxlite.codegen.llvm.host_writer import NULL, Known, Program, Writer
+from relaxlite.codegen.llvm.host_values import MEMORY_IR, HostTensor, HostValue
+from relaxlite.codegen.llvm.host_writer import NULL, AvailableValues, HostProgram, HostWriter
 from relaxlite.codegen.llvm.machine_code import to_object
 from relaxlite.errors import CodegenError
 from relaxlite.runtime import host
@@ -52,7 +52,7 @@ def compile_host(
     """
     try:
         plan = plan_host(inline_calls(functions, name), len(signature.outputs))
-        program = Program(plan, signature, kernels, constants, host.FrameLayout.of(signature))
+        program = HostProgram(plan, signature, kernels, constants, host.FrameLayout.of(signature))
         code = _code_of(program, target)
     except NotNativeError as error:
         return HostCode(reason=str(error))
@@ -61,7 +61,7 @@ def compile_host(
     return HostCode(code, sum(slots for _, slots in plan.heaps.values()))
 
 
-def _code_of(program: Program, target: Target) -> bytes:
+def _code_of(program: HostProgram, target: Target) -> bytes:
     """Object code of the host function, by the kernel cache."""
     types = [(array.dtype.name, array.shape) for array in program.constants]
     parts = (program.plan.function, program.signature, list(program.kernels.values()), types)
@@ -75,7 +75,7 @@ def _code_of(program: Program, target: Target) -> bytes:
     return code
 
 
-def emit_host(program: Program, target: Target) -> str:
+def emit_host(program: HostProgram, target: Target) -> str:
     """LLVM IR of a host function; NotNativeError where the bytecode cannot be compiled."""
     module = ModuleEmitter(target)
     _Prepare(module, program).write()
@@ -85,7 +85,7 @@ def emit_host(program: Program, target: Target) -> str:
     return module.text()
 
 
-def _write_finish(module: ModuleEmitter, program: Program) -> None:
+def _write_finish(module: ModuleEmitter, program: HostProgram) -> None:
     """Write the finish function: copies flagged results to Python's arrays, and releases the owners of all results."""
     e = Emitter(module)
     e.start("entry")
@@ -108,10 +108,10 @@ def _write_finish(module: ModuleEmitter, program: Program) -> None:
     module.add_function(f"define void @{host.FINISH}(ptr %frame)", e)
 
 
-class _Prepare(Writer):
+class _Prepare(HostWriter):
     """Writer of the prepare function: reads and checks the arguments, and runs the shape prologue."""
 
-    def __init__(self, module: ModuleEmitter, program: Program) -> None:
+    def __init__(self, module: ModuleEmitter, program: HostProgram) -> None:
         super().__init__(module, program, frozenset())
 
     def write(self) -> None:
@@ -127,7 +127,7 @@ class _Prepare(Writer):
             assert isinstance(call, Call)
             self.instruction(at, call)
         needs_memory = self._announce_memory()
-        ready = e.select(needs_memory, int_const(host.READY_WITH_CARE, "i32"), int_const(host.READY, "i32"), "ready")
+        ready = e.select(needs_memory, int_const(host.READY_NEEDS_MEMORY, "i32"), int_const(host.READY, "i32"), "ready")
         e.line(f"ret {ready}")
         e.start("give_up")
         e.line(f"ret i32 {host.REFUSED}")
@@ -179,10 +179,10 @@ class _Prepare(Writer):
         return condition
 
 
-class _Run(Writer):
+class _Run(HostWriter):
     """Writer of the run function: the instructions behind the shape prologue."""
 
-    def __init__(self, module: ModuleEmitter, program: Program) -> None:
+    def __init__(self, module: ModuleEmitter, program: HostProgram) -> None:
         super().__init__(module, program, program.plan.variables)
         with self.e.place(self.entry):
             self.status = self.e.op("alloca i32", "ptr", 0, "status_at")
@@ -201,7 +201,7 @@ class _Run(Writer):
                 if at not in after_jumps:
                     e.branch(f"at{at}")
                 e.start(f"at{at}")
-                self.known = Known()
+                self.known = AvailableValues()
             match code[at]:
                 case Call() as call:
                     self.instruction(at, call)
@@ -256,14 +256,14 @@ class _Run(Writer):
         self.store(self.e.cast("zext", copied, "i32", "status"), self.status)
         self.e.branch("leave")
 
-    def _result(self, number: int, item: Value) -> Tensor:
+    def _result(self, number: int, item: HostValue) -> HostTensor:
         spec = self.program.signature.outputs[number]
         tensor = self.as_tensor(item)
         if (tensor.dtype, len(tensor.dims)) != (spec.dtype, len(spec.shape)):
             raise NotNativeError(f"the output '{spec.name}' is not of the signature's type")
         return tensor
 
-    def _write_record(self, number: int, tensor: Tensor, nbytes: Val) -> Val:
+    def _write_record(self, number: int, tensor: HostTensor, nbytes: Val) -> Val:
         """Fill in an output's record of the frame; returns whether the finish function must copy the result (i1)."""
         e, record = self.e, self.layout.outputs[number]
         differs = [TRUE]

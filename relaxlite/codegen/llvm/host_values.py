@@ -17,7 +17,7 @@ from relaxlite.runtime import host
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class HostTensor:
     """A tensor. `owner`: the block of its memory, a null pointer at run time for none; None: statically none."""
 
     ptr: Val
@@ -28,14 +28,14 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class HostShape:
     """A shape of static rank."""
 
     dims: tuple[Val, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Heap:
+class HostHeap:
     """A shape heap: int64 slots in the frame."""
 
     ptr: Val
@@ -43,7 +43,7 @@ class Heap:
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class HostArena:
     """An arena of memory for views."""
 
     ptr: Val
@@ -51,60 +51,60 @@ class Arena:
     owner: Val | None  # None: Python owns the arena
 
 
-Value: TypeAlias = "Tensor | Shape | Heap | Arena | tuple[Value, ...]"
+HostValue: TypeAlias = "HostTensor | HostShape | HostHeap | HostArena | tuple[HostValue, ...]"
 
 
-def kind_of(value: Value) -> object:
+def type_key(value: HostValue) -> object:
     """Static type of a value that a variable can hold: two values of one variable must agree in it; None: neither
     can."""
     match value:
-        case Tensor():
+        case HostTensor():
             return value.dtype, len(value.dims)
-        case Shape():
+        case HostShape():
             return "shape", len(value.dims)
         case tuple():
-            return tuple(map(kind_of, value))
+            return tuple(map(type_key, value))
     return None
 
 
-def fields_of(value: Value) -> tuple[Val, ...]:
+def fields_of(value: HostValue) -> tuple[Val, ...]:
     """All SSA values of a value: pointers and dimensions, tuples flattened."""
     match value:
-        case Tensor():
+        case HostTensor():
             return (value.ptr, *value.dims)
-        case Shape():
+        case HostShape():
             return value.dims
         case tuple():
             return tuple(field for item in value for field in fields_of(item))
     return ()
 
 
-def tensors_of(value: Value) -> tuple[Tensor, ...]:
+def tensors_of(value: HostValue) -> tuple[HostTensor, ...]:
     """All tensors of a value, tuples flattened."""
     if isinstance(value, tuple):
         return tuple(tensor for item in value for tensor in tensors_of(item))
-    return (value,) if isinstance(value, Tensor) else ()
+    return (value,) if isinstance(value, HostTensor) else ()
 
 
-def rebuilt(value: Value, fields: Iterator[Val], owners: Iterator[Val]) -> Value:
+def with_fields(value: HostValue, fields: Iterator[Val], owners: Iterator[Val]) -> HostValue:
     """A value of the same type with the fields and owners of a variable; its tensors are borrowed."""
     match value:
-        case Tensor():
-            return Tensor(
+        case HostTensor():
+            return HostTensor(
                 next(fields), tuple(next(fields) for _ in value.dims), value.dtype, next(owners), is_borrowed=True
             )
-        case Shape():
-            return Shape(tuple(next(fields) for _ in value.dims))
+        case HostShape():
+            return HostShape(tuple(next(fields) for _ in value.dims))
         case tuple():
-            return tuple(rebuilt(item, fields, owners) for item in value)
+            return tuple(with_fields(item, fields, owners) for item in value)
     return value
 
 
-def kept(value: Value, replacements: Mapping[Tensor, Tensor]) -> Value:
+def replace_tensors(value: HostValue, replacements: Mapping[HostTensor, HostTensor]) -> HostValue:
     """Replace tensors of a value."""
     if isinstance(value, tuple):
-        return tuple(kept(item, replacements) for item in value)
-    return replacements.get(value, value) if isinstance(value, Tensor) else value
+        return tuple(replace_tensors(item, replacements) for item in value)
+    return replacements.get(value, value) if isinstance(value, HostTensor) else value
 
 
 BLOCK_HEADER = 64  # bytes before a block's data, a multiple of the alignment; the first 8 are the reference count

@@ -59,7 +59,7 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BufferBase:
     """Base pointer of a buffer, valid from scope `depth` on; `elem`: LLVM type of its elements in memory."""
 
     pointer: Val
@@ -76,7 +76,7 @@ class Indices:
         self.dynamic_masks: set[str] = set()  # text of masks that depend on run-time values
         self.variables: dict[SymVar, Variable] = {}
         self.constants: dict[SymVar, int] = {}
-        self.bases: dict[Buffer, Base] = {}
+        self.bases: dict[Buffer, BufferBase] = {}
 
     # Scopes and variables
 

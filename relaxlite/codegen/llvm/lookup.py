@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.codegen.llvm.widths import widest_lanes
 from relaxlite.errors import CodegenError
@@ -18,7 +18,7 @@ _SHUFFLES: Mapping[int, tuple[str, str]] = {  # vector width in bits -> feature,
 }
 
 
-def emit_lookup(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
+def emit_lookup(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
     """Emit packed int32 whose bytes are table entries at the bytes of the operand; CodegenError for a variable
     table."""
     table_words = [arg.value for arg in value.args[1:] if isinstance(arg, Literal)]
@@ -29,7 +29,7 @@ def emit_lookup(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value
     target = k.e.target
     width = widest_lanes(target, codes.lanes, lambda bits: target.has(_SHUFFLES[bits][0]))
     if width:
-        return k.e.by_parts([codes], width, lambda part: _by_shuffle(k.e, part, table))
+        return k.e.by_subvectors([codes], width, lambda part: _by_shuffle(k.e, part, table))
     return _by_selects(k.e, codes, table)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import Val
 from relaxlite.codegen.llvm.indices import Interval
 from relaxlite.ir.program import For, Intrinsic, Store
@@ -14,7 +14,7 @@ _MAX_TRIP_COUNT = 1000
 _REDUCTION_WEIGHT = 100
 
 
-def count_loop(k: Kernel, stmt: For, start: Val, end: Val, body: Callable[[], None]) -> None:
+def count_loop(k: KernelContext, stmt: For, start: Val, end: Val, body: Callable[[], None]) -> None:
     """Emit `for var in range(start, end)` as a rotated loop: tested before the first iteration and after each."""
     e, name = k.e, stmt.var.name
     enter, done = e.fresh(f"{name}_loop"), e.fresh(f"{name}_done")
@@ -39,7 +39,7 @@ def count_loop(k: Kernel, stmt: For, start: Val, end: Val, body: Callable[[], No
     k.forget_loads()
 
 
-def _branch_weight(k: Kernel, stmt: For) -> int:
+def _branch_weight(k: KernelContext, stmt: For) -> int:
     """Branch weight of a loop, which guides LLVM's register allocation: about the trip count, multiplied by
     _REDUCTION_WEIGHT for innermost loops that accumulate in local buffers, whose accumulators must not be spilled."""
     _, upper = k.ix.bounds(k.ix.resolve(stmt.extent))
@@ -58,12 +58,12 @@ def _accumulates(store: Store) -> bool:
     return store.combine is not None or (isinstance(store.value, Intrinsic) and any(reads_itself))
 
 
-def _bounds(k: Kernel, stmt: For) -> Interval:
+def _bounds(k: KernelContext, stmt: For) -> Interval:
     _, upper = k.ix.bounds(k.ix.resolve(stmt.extent))
     return 0, None if upper is None else max(upper - 1, 0)
 
 
-def branch(k: Kernel, cond: Val, then: Callable[[], None], other: Callable[[], None] | None = None) -> None:
+def branch(k: KernelContext, cond: Val, then: Callable[[], None], other: Callable[[], None] | None = None) -> None:
     """Emit `if cond: then() else: other()` for a scalar condition."""
     e = k.e
     labels = e.fresh("then"), e.fresh("else") if other is not None else "", e.fresh("end")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from relaxlite.codegen.llvm import erf_table
 from relaxlite.codegen.llvm import math_double as double
 from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
-from relaxlite.codegen.llvm.erf_table import by_vectors
+from relaxlite.codegen.llvm.erf_table import apply_in_vectors
 from relaxlite.codegen.llvm.math_double import clamp, polynomial
 
 _INF, _NAN = float("inf"), float("nan")
@@ -60,7 +60,7 @@ def _exp2(e: Emitter, x: Val) -> Val:
     """2**x, cheaper than exp: a polynomial of lower degree, and exact argument reduction."""
     if e.target.has("avx512dq"):
         widths = (4, 8, 16) if e.target.has("avx512vl") else (16,)
-        return by_vectors(e, x, widths, lambda part: _exp2_avx512(e, part))
+        return apply_in_vectors(e, x, widths, lambda part: _exp2_avx512(e, part))
     x = e.select(e.fcmp("olt", float_const(129.0), x), float_const(129.0), x)
     x = e.select(e.fcmp("ogt", float_const(-150.0), x), float_const(-150.0), x)
     k = e.intrinsic("rint", x)
@@ -80,7 +80,7 @@ def _exp2_avx512(e: Emitter, x: Val) -> Val:
 def _times_power(e: Emitter, y: Val, k: Val) -> Val:
     """y * 2**k with one rounding, for an integer k of -150 ... 129."""
     if _has_scalef(e, y.lanes):
-        return _scalef(e, y, k) if y.lanes < 16 else e.by_parts([y, k], 16, lambda *part: _scalef(e, *part))
+        return _scalef(e, y, k) if y.lanes < 16 else e.by_subvectors([y, k], 16, lambda *part: _scalef(e, *part))
     power = e.cast("fptosi", e.select(e.fcmp("uno", k, k), float_const(0.0), k), "i32")
     first = e.binary("ashr", power, int_const(1, "i32"))
     for part in (first, e.binary("sub", power, first)):
@@ -288,7 +288,7 @@ def atan2(e: Emitter, y: Val, x: Val) -> Val:
     """Angle of the point (x, y), with the special cases of C."""
     if x.elem == "double":
         return e.for_each_lane([y, x], "double", lambda *lane: e.call("atan2", lane, "double"))
-    y, x = e.match(e.cast("fpext", y, "double"), e.cast("fpext", x, "double"))
+    y, x = e.match_lanes(e.cast("fpext", y, "double"), e.cast("fpext", x, "double"))
     return e.cast("fptrunc", double.atan2(e, y, x), "float")
 
 
@@ -302,7 +302,7 @@ def power(e: Emitter, x: Val, y: Val) -> Val:
     """x**y with the special cases of C's pow."""
     if x.elem == "double":
         return e.for_each_lane([x, y], "double", lambda *lane: e.call("pow", lane, "double"))
-    x, y = e.match(x, y)
+    x, y = e.match_lanes(x, y)
     x_abs = e.intrinsic("fabs", x)
     log = double.log(e, e.cast("fpext", x_abs, "double"))
     z = e.cast("fptrunc", double.exp(e, e.fmul(log, e.cast("fpext", y, "double"))), "float")

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable
 
 from relaxlite.codegen.llvm import scalars
-from relaxlite.codegen.llvm.context import Access, Kernel, LoadKey
+from relaxlite.codegen.llvm.context import Access, KernelContext, LoadKey
 from relaxlite.codegen.llvm.emitter import TRUE, Emitter, Val, bits_of, int_const, mangle
 from relaxlite.codegen.llvm.indices import split_lane
 from relaxlite.codegen.llvm.math_double import gather
@@ -26,7 +26,7 @@ from relaxlite.ir.program import Buffer
 from relaxlite.ir.symbolic import SymExpr, as_int, product
 
 
-def classify(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> Access:
+def classify_access(k: KernelContext, buffer: Buffer, indices: tuple[SymExpr, ...]) -> Access:
     """Classify an access by the dependence of its address on the lane; memoized per values of unrolled variables."""
     flat = k.offsets.get((buffer, indices))
     if flat is None:
@@ -39,7 +39,7 @@ def classify(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> Access:
     return access
 
 
-def _classify(k: Kernel, buffer: Buffer, offset: SymExpr) -> Access:
+def _classify(k: KernelContext, buffer: Buffer, offset: SymExpr) -> Access:
     if buffer in k.per_lane:
         assert k.lane is not None
         offset = offset * k.lanes + k.lane
@@ -56,7 +56,7 @@ def _classify(k: Kernel, buffer: Buffer, offset: SymExpr) -> Access:
     return Access(buffer, "uniform" if as_int(stride) == 0 else "strided", offset, base, stride)
 
 
-def load(k: Kernel, access: Access) -> Val:
+def load(k: KernelContext, access: Access) -> Val:
     """Load an element per lane, or a scalar for a uniform access, in register form; forwards known values."""
     key = _key(k, access)
     if key not in k.loads and access.kind == "strided":
@@ -66,29 +66,31 @@ def load(k: Kernel, access: Access) -> Val:
     return k.loads[key]
 
 
-def _remember(k: Kernel, access: Access, value: Val) -> None:
+def _remember(k: KernelContext, access: Access, value: Val) -> None:
     """Record the value in memory, for forwarding to later loads until a store may overlap."""
     key, base = _key(k, access), as_int(access.base)
     k.loads[key] = value
     if access.kind == "contiguous" and base is not None:
-        k.places[key] = base
+        k.vector_offsets[key] = base
 
 
-def _key(k: Kernel, access: Access) -> LoadKey:
-    """Key of an access in `Kernel.loads`."""
+def _key(k: KernelContext, access: Access) -> LoadKey:
+    """Key of an access in `KernelContext.loads`."""
     mask = None if access.kind == "uniform" and k.some_active else k.mask
     lanes = 0 if access.kind == "uniform" else k.lanes
     return access.buffer, access.offset, lanes, mask.text if mask is not None else ""
 
 
-def _transpose_on_load(k: Kernel, access: Access) -> None:
+def _transpose_on_load(k: KernelContext, access: Access) -> None:
     """Transpose a square tile in registers, where a column of it is loaded and all its rows are in registers."""
     lanes, base = k.lanes, as_int(access.base)
     is_column = access.stride is not None and as_int(access.stride) == lanes and k.mask is None
     if not is_column or base is None or access.buffer.shape != (lanes, lanes):
         return
-    vectors = {key: value for key, value in k.loads.items() if key in k.places}
-    rows = {k.places[key]: v for key, v in vectors.items() if key[0] is access.buffer and key[2:] == (lanes, "")}
+    vectors = {key: value for key, value in k.loads.items() if key in k.vector_offsets}
+    rows = {
+        k.vector_offsets[key]: v for key, v in vectors.items() if key[0] is access.buffer and key[2:] == (lanes, "")
+    }
     if any(row * lanes not in rows for row in range(lanes)):
         return
     columns = _transpose(k.e, [rows[row * lanes] for row in range(lanes)])
@@ -112,7 +114,7 @@ def _transpose(e: Emitter, rows: list[Val]) -> list[Val]:
     return rows
 
 
-def _load_raw(k: Kernel, access: Access) -> Val:
+def _load_raw(k: KernelContext, access: Access) -> Val:
     e = k.e
     if access.kind == "uniform":
         if k.some_active:
@@ -128,35 +130,35 @@ def _load_raw(k: Kernel, access: Access) -> Val:
     return gather(e, _lane_pointers(k, access), access.elem, access.align, mask)
 
 
-def _load_scalar(k: Kernel, access: Access) -> Val:
+def _load_scalar(k: KernelContext, access: Access) -> Val:
     pointer = k.ix.pointer(access.buffer, access.base)
     return k.e.op(f"load {access.elem}, {pointer}, align {access.align}", access.elem, 0, access.buffer.name)
 
 
-def _prefetch_at_distance(k: Kernel, pointer: Val, count: int) -> None:
+def _prefetch_at_distance(k: KernelContext, pointer: Val, count: int) -> None:
     """Prefetch the cache line `count` bytes behind an address into L2; prefetches of invalid addresses do not fault."""
     prefetch(k, k.e.op(f"getelementptr i8, {pointer}, i64 {count}", "ptr", 0, "ahead"))
 
 
-def prefetch(k: Kernel, address: Val, cache: int = 2) -> None:
+def prefetch(k: KernelContext, address: Val, cache: int = 2) -> None:
     """Emit a prefetch of the cache line at an address into cache level `cache`."""
     for_reading, locality, data = (int_const(number, "i32") for number in (0, 4 - cache, 1))
     k.e.call_void("llvm.prefetch.p0", [address, for_reading, locality, data])
 
 
-def _load_vector(k: Kernel, access: Access) -> Val:
+def _load_vector(k: KernelContext, access: Access) -> Val:
     e, lanes = k.e, k.lanes
     pointer = k.ix.pointer(access.buffer, access.base)
-    if access.buffer in k.ahead:
-        _prefetch_at_distance(k, pointer, k.ahead[access.buffer])
+    if access.buffer in k.prefetch_distances:
+        _prefetch_at_distance(k, pointer, k.prefetch_distances[access.buffer])
     if k.mask is None or _is_in_bounds(k, access):
         ty = f"<{lanes} x {access.elem}>"
-        kind = "load volatile" if access.buffer in k.in_order else "load"  # LLVM does not reorder volatile loads
+        kind = "load volatile" if access.buffer in k.ordered_buffers else "load"  # LLVM does not reorder volatile loads
         return e.op(f"{kind} {ty}, {pointer}, align {access.align}", access.elem, lanes, access.buffer.name)
     return _load_masked(k, access, pointer, k.mask)
 
 
-def _load_masked(k: Kernel, access: Access, pointer: Val, mask: Val) -> Val:
+def _load_masked(k: KernelContext, access: Access, pointer: Val, mask: Val) -> Val:
     e, lanes = k.e, k.lanes
     zero = e.splat(e.number(0, Val("", access.elem)), lanes)
     name = f"llvm.masked.load.{mangle(access.elem, lanes)}.p0"
@@ -168,7 +170,7 @@ def _has_stride_2(access: Access) -> bool:
     return access.stride is not None and as_int(access.stride) == 2
 
 
-def _load_strided(k: Kernel, access: Access) -> Val:
+def _load_strided(k: KernelContext, access: Access) -> Val:
     e, lanes = k.e, k.lanes
     if access.stride is not None and as_int(access.stride) == -1:
         reverse = _load_at(k, access, access.base - (lanes - 1))
@@ -185,7 +187,7 @@ def _load_strided(k: Kernel, access: Access) -> Val:
     return result
 
 
-def _even_mask(k: Kernel, is_last: int) -> Val | None:
+def _even_mask(k: KernelContext, is_last: int) -> Val | None:
     """Mask of the first or last of the two vectors of a stride-2 load; None without a mask."""
     if k.mask is None:
         return None
@@ -194,7 +196,7 @@ def _even_mask(k: Kernel, is_last: int) -> Val | None:
     return _shuffle(k.mask, k.e.splat(int_const(0, "i1"), k.lanes), lanes, k.e)
 
 
-def _load_at(k: Kernel, access: Access, offset: SymExpr, mask: Val | None = None) -> Val:
+def _load_at(k: KernelContext, access: Access, offset: SymExpr, mask: Val | None = None) -> Val:
     pointer = k.ix.pointer(access.buffer, offset)
     if mask is not None:
         return _load_masked(k, access, pointer, mask)
@@ -208,7 +210,7 @@ def _shuffle(a: Val, b: Val, chosen: Iterable[int], e: Emitter) -> Val:
     return e.op(f"shufflevector {a}, {b}, <{a.lanes} x i32> <{mask}>", a.elem, a.lanes)
 
 
-def _lane_pointer(k: Kernel, access: Access, lane: int) -> Val:
+def _lane_pointer(k: KernelContext, access: Access, lane: int) -> Val:
     """Address of one lane's element of a strided access."""
     assert access.stride is not None
     if access.stride.is_const:
@@ -217,7 +219,7 @@ def _lane_pointer(k: Kernel, access: Access, lane: int) -> Val:
     return k.e.op(f"getelementptr {access.elem}, {base}, {distance}", "ptr", 0, f"{access.buffer.name}_lane")
 
 
-def _is_in_bounds(k: Kernel, access: Access) -> bool:
+def _is_in_bounds(k: KernelContext, access: Access) -> bool:
     """Whether all lanes, active or not, lie inside a local buffer, so that unmasked access is safe."""
     size = as_int(product(access.buffer.shape))
     if access.buffer.scope != "local" or size is None:
@@ -228,13 +230,13 @@ def _is_in_bounds(k: Kernel, access: Access) -> bool:
     return lower is not None and upper is not None and lower >= 0 and upper < size
 
 
-def _lane_pointers(k: Kernel, access: Access) -> Val:
+def _lane_pointers(k: KernelContext, access: Access) -> Val:
     base = k.ix.bases[access.buffer].pointer
     offsets = k.ix.value(access.offset)
     return k.e.op(f"getelementptr {access.elem}, {base}, {offsets}", "ptr", k.lanes, f"{access.buffer.name}_lanes")
 
 
-def store(k: Kernel, access: Access, value: Val, *, nontemporal: bool = False, is_rounded: bool = False) -> None:
+def store(k: KernelContext, access: Access, value: Val, *, nontemporal: bool = False, is_rounded: bool = False) -> None:
     """Store a value in register form, and invalidate known loads that may overlap.
 
     A vector stored without conversion is forwarded to later loads: store-to-load forwarding of the CPU is slower, above
@@ -252,7 +254,7 @@ def store(k: Kernel, access: Access, value: Val, *, nontemporal: bool = False, i
         _remember(k, access, k.e.splat(value, k.lanes))
 
 
-def forget_overlapping(k: Kernel, buffer: Buffer, place: int | None = None) -> None:
+def forget_overlapping(k: KernelContext, buffer: Buffer, place: int | None = None) -> None:
     """Invalidate known loads that a store to `buffer` may overlap.
 
     Local buffers do not alias; any two others may (results in place). `place`: the first element of the only vector of
@@ -266,13 +268,13 @@ def forget_overlapping(k: Kernel, buffer: Buffer, place: int | None = None) -> N
         del k.loads[key]
 
 
-def _is_disjoint(k: Kernel, key: LoadKey, place: int | None) -> bool:
+def _is_disjoint(k: KernelContext, key: LoadKey, place: int | None) -> bool:
     """Whether a known vector is disjoint from a vector that begins at element `place`."""
-    known = k.places.get(key)
+    known = k.vector_offsets.get(key)
     return place is not None and known is not None and (place + k.lanes <= known or known + key[2] <= place)
 
 
-def _store_uniform(k: Kernel, access: Access, raw: Val) -> None:
+def _store_uniform(k: KernelContext, access: Access, raw: Val) -> None:
     """Store to one element: the value of the last active lane."""
     if raw.lanes and k.mask is not None:
         _scatter(k, access, raw)
@@ -281,7 +283,7 @@ def _store_uniform(k: Kernel, access: Access, raw: Val) -> None:
         k.e.line(f"store {scalar}, {pointer}, align {access.align}")
 
 
-def _store_vector(k: Kernel, access: Access, raw: Val, *, nontemporal: bool = False) -> None:
+def _store_vector(k: KernelContext, access: Access, raw: Val, *, nontemporal: bool = False) -> None:
     e = k.e
     pointer = k.ix.pointer(access.buffer, access.base)
     if nontemporal and k.mask is None and _fills_register(k, raw):
@@ -315,15 +317,15 @@ def _opaque(e: Emitter, mask: Val) -> Val:
         bits_after = result if bits == integer else e.op(f"trunc {result} to {bits}", bits)
         return e.op(f"bitcast {bits_after} to <{part.lanes} x i1>", "i1", part.lanes, "mask")
 
-    return e.by_parts([mask], mask.lanes if mask.lanes <= 64 else math.gcd(mask.lanes, 64), hidden)
+    return e.by_subvectors([mask], mask.lanes if mask.lanes <= 64 else math.gcd(mask.lanes, 64), hidden)
 
 
-def _fills_register(k: Kernel, raw: Val) -> bool:
+def _fills_register(k: KernelContext, raw: Val) -> bool:
     """Whether a vector fills exactly one register, as nontemporal stores require."""
     return raw.lanes * bits_of(raw.elem) in (128, 256, 512) and raw.lanes * bits_of(raw.elem) <= k.e.target.vector_bits
 
 
-def _store_nontemporal(k: Kernel, access: Access, raw: Val, pointer: Val) -> None:
+def _store_nontemporal(k: KernelContext, access: Access, raw: Val, pointer: Val) -> None:
     """Emit a nontemporal store where the address is aligned at run time, else a plain store."""
     e, size = k.e, raw.lanes * bits_of(raw.elem) // 8
     address = e.op(f"ptrtoint {pointer} to i64", "i64", 0, "address")
@@ -331,7 +333,7 @@ def _store_nontemporal(k: Kernel, access: Access, raw: Val, pointer: Val) -> Non
     around, through, done = e.fresh("around"), e.fresh("through"), e.fresh("stored")
     e.branch_if(is_aligned, around, through)
     e.start(around)
-    e.line(f"store {raw}, {pointer}, align {size}, !nontemporal {e.module.one()}")
+    e.line(f"store {raw}, {pointer}, align {size}, !nontemporal {e.module.nontemporal_node()}")
     e.branch(done)
     e.start(through)
     e.line(f"store {raw}, {pointer}, align {access.align}")
@@ -340,7 +342,7 @@ def _store_nontemporal(k: Kernel, access: Access, raw: Val, pointer: Val) -> Non
     k.needs_fence = True
 
 
-def _scatter(k: Kernel, access: Access, raw: Val) -> None:
+def _scatter(k: KernelContext, access: Access, raw: Val) -> None:
     """Scatter in the order of lanes: of two lanes with the same element, the later one wins."""
     e, lanes = k.e, k.lanes
     if access.kind == "strided" and k.mask is None:
@@ -355,12 +357,12 @@ def _scatter(k: Kernel, access: Access, raw: Val) -> None:
     e.call_void(name, [raw, e.splat(pointers, lanes), int_const(access.align, "i32"), mask])
 
 
-def lane_is_active(k: Kernel, lane: int) -> Val:
+def lane_is_active(k: KernelContext, lane: int) -> Val:
     """Bit of a lane in the mask; TRUE without a mask."""
     return TRUE if k.mask is None else k.e.extract(k.mask, lane)
 
 
-def combine_at(k: Kernel, pointer: Val, access: Access, combine: str, value: Val) -> None:
+def combine_at(k: KernelContext, pointer: Val, access: Access, combine: str, value: Val) -> None:
     """Emit a read-modify-write: combine `value` into the element at an address."""
     dtype = access.buffer.dtype
     raw = k.e.op(f"load {access.elem}, {pointer}, align {access.align}", access.elem, 0, access.buffer.name)

@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import Emitter, ModuleEmitter, Val
-from relaxlite.codegen.llvm.guarded import one_by_one
-from relaxlite.codegen.llvm.indices import Base, Indices
+from relaxlite.codegen.llvm.guarded import unschedule
+from relaxlite.codegen.llvm.indices import BufferBase, Indices
 from relaxlite.codegen.llvm.statements import emit_statement
 from relaxlite.codegen.llvm.types import memory_elem
 from relaxlite.errors import CodegenError
@@ -42,7 +42,7 @@ def emit_kernel(
     names a program that cannot be lowered."""
     module = ModuleEmitter(target)
     try:
-        checks = _emit_function(module, symbol, name, one_by_one(program) if is_guarded else program, is_guarded)
+        checks = _emit_function(module, symbol, name, unschedule(program) if is_guarded else program, is_guarded)
     except CodegenError as error:
         raise CodegenError(f"program {name!r}: {error}") from error
     except Exception as error:
@@ -56,14 +56,16 @@ def _emit_function(
     e = Emitter(module)
     e.start("entry")
     entry = e.reserve()
-    k = Kernel(symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get(CHECKED)), is_guarded=is_guarded)
+    k = KernelContext(
+        symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get(CHECKED)), is_guarded=is_guarded
+    )
     prefetch_bytes: Any = program.attrs.get(PREFETCH_BYTES, ())
-    k.ahead = {program.params[number]: count for number, count in prefetch_bytes}
-    in_order: Any = program.attrs.get(IN_ORDER, ())
-    k.in_order = frozenset(program.params[number] for number in in_order)
+    k.prefetch_distances = {program.params[number]: count for number, count in prefetch_bytes}
+    ordered_params: Any = program.attrs.get(IN_ORDER, ())
+    k.ordered_buffers = frozenset(program.params[number] for number in ordered_params)
     for number, buffer in enumerate(program.params):
         pointer = _load_argument(e, "buffers", number, "ptr", buffer.name)
-        k.ix.bases[buffer] = Base(pointer, 0, memory_elem(buffer.dtype))
+        k.ix.bases[buffer] = BufferBase(pointer, 0, memory_elem(buffer.dtype))
     values = [_load_argument(e, "symbols", number, "i64", var.name) for number, var in enumerate(program.symbols)]
     with k.ix.scope():
         for var, value in zip(program.symbols, values, strict=True):

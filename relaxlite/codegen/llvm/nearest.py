@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.codegen.llvm.types import literal
 from relaxlite.codegen.llvm.widths import widest_lanes
@@ -16,12 +16,12 @@ _ROUNDING_MODE = int_const(4, "i32")  # rounding mode: MXCSR, which is to neares
 _INTRINSICS: Mapping[int, str] = {256: "llvm.x86.avx.cvt.ps2dq.256", 128: "llvm.x86.sse2.cvtps2dq"}
 
 
-def emit_nearest(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
+def emit_nearest(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
     """Emit float32 to nearest int32, ties to even, by cvtps2dq where the target has it."""
     e, x = k.e, emit_value(k, value.args[0])
     supported = {512: e.target.has("avx512f"), 256: e.target.has("avx"), 128: e.target.is_x86}
     width = widest_lanes(e.target, x.lanes, supported.__getitem__)
-    return e.by_parts([x], width, lambda part: _by_instruction(e, part)) if width else _portable(e, x)
+    return e.by_subvectors([x], width, lambda part: _by_instruction(e, part)) if width else _portable(e, x)
 
 
 def _by_instruction(e: Emitter, x: Val) -> Val:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import Emitter, Lines, Val, int_const
-from relaxlite.codegen.llvm.indices import Base, Indices, Variable
+from relaxlite.codegen.llvm.indices import BufferBase, Indices, Variable
 from relaxlite.codegen.llvm.loops import branch, count_loop
 from relaxlite.codegen.llvm.work import work_of
 from relaxlite.ir.program import Buffer, For, Stmt
 from relaxlite.ir.symbolic import SymVar
 
-ENOUGH_WORK = 8192  # instructions of a chunk, a few microseconds: less does not pay for waking a thread
-MANY_THREADS, SHARES = 8, 4
+MIN_CHUNK_WORK = 8192  # instructions of a chunk, a few microseconds: less does not pay for waking a thread
+MANY_THREADS, CHUNKS_PER_THREAD = 8, 4
 
 
 class _Captures:
@@ -56,28 +56,28 @@ class _Variables(dict[SymVar, Variable]):
         return super().__contains__(var) or var in self.outer
 
 
-class _Bases(dict[Buffer, Base]):
+class _Bases(dict[Buffer, BufferBase]):
     """Buffers of an outlined body; buffers of the caller are captured at their first use."""
 
-    def __init__(self, outer: dict[Buffer, Base], captures: _Captures) -> None:
+    def __init__(self, outer: dict[Buffer, BufferBase], captures: _Captures) -> None:
         super().__init__()
         self.outer, self.captures = outer, captures
 
-    def __missing__(self, buffer: Buffer) -> Base:
+    def __missing__(self, buffer: Buffer) -> BufferBase:
         outer = self.outer[buffer]
-        self[buffer] = Base(self.captures.take(outer.pointer, buffer.name), 0, outer.elem)
+        self[buffer] = BufferBase(self.captures.take(outer.pointer, buffer.name), 0, outer.elem)
         return self[buffer]
 
 
-def emit_parallel(k: Kernel, stmt: For, emit_statement: Callable[[Kernel, Stmt], None]) -> None:
+def emit_parallel(k: KernelContext, stmt: For, emit_statement: Callable[[KernelContext, Stmt], None]) -> None:
     """Emit a parallel loop: outline its body, and call relaxlite_parallel_for with the captured values."""
     e = k.e
     e.comment(f"for {stmt.var} in range({stmt.extent}), parallel")
     extent = k.ix.value(stmt.extent)
     threads = e.call("relaxlite_num_threads", [], "i64", 0, "threads")
-    max_chunks = e.binary("mul", threads, int_const(SHARES))
+    max_chunks = e.binary("mul", threads, int_const(CHUNKS_PER_THREAD))
     max_chunks = e.select(e.icmp("sge", threads, int_const(MANY_THREADS)), max_chunks, threads, "shares")
-    chunks_by_work = k.ix.value(work_of(stmt) // ENOUGH_WORK + 1)
+    chunks_by_work = k.ix.value(work_of(stmt) // MIN_CHUNK_WORK + 1)
     chunks = e.intrinsic("smin", e.intrinsic("smin", extent, max_chunks), chunks_by_work, hint="chunks")
     name = f"{k.name}.{e.fresh(f'{stmt.var.name}_chunk')}"
     captured = _outline(k, stmt, name, extent, chunks, emit_statement)
@@ -94,7 +94,12 @@ def emit_parallel(k: Kernel, stmt: For, emit_statement: Callable[[Kernel, Stmt],
 
 
 def _outline(
-    k: Kernel, stmt: For, name: str, extent: Val, chunks: Val, emit_statement: Callable[[Kernel, Stmt], None]
+    k: KernelContext,
+    stmt: For,
+    name: str,
+    extent: Val,
+    chunks: Val,
+    emit_statement: Callable[[KernelContext, Stmt], None],
 ) -> list[Val]:
     """Emit the function that runs one chunk; returns the captured values."""
     e = Emitter(k.e.module)
@@ -105,8 +110,16 @@ def _outline(
     ix.variables = _Variables(k.ix.variables, captures)
     ix.bases = _Bases(k.ix.bases, captures)
     ix.constants = dict(k.ix.constants)
-    child = Kernel(
-        name, e, ix, k.checks, entry, is_checked=k.is_checked, in_parallel=True, ahead=k.ahead, in_order=k.in_order
+    child = KernelContext(
+        name,
+        e,
+        ix,
+        k.checks,
+        entry,
+        is_checked=k.is_checked,
+        in_parallel=True,
+        prefetch_distances=k.prefetch_distances,
+        ordered_buffers=k.ordered_buffers,
     )
     with ix.scope():
         extent, chunks = (captures.take(v, hint) for v, hint in ((extent, "extent"), (chunks, "chunks")))

@@ -245,7 +245,7 @@ def _shift(e: Emitter, op: str, a: Val, b: Val, *, signed: bool) -> Val:
 
 def _int_pow(e: Emitter, base: Val, exponent: Val, *, signed: bool) -> Val:
     """Integer power by repeated squaring, modulo 2**bits; negative exponents give the truncated reciprocal, 0 for 0."""
-    base, exponent = e.match(base, exponent)
+    base, exponent = e.match_lanes(base, exponent)
     zero, one = int_const(0, base.elem), int_const(1, base.elem)
     start_exponent = e.select(e.icmp("slt", exponent, zero), zero, exponent) if signed else exponent
     start, (body, done) = e.label, (e.fresh("pow_loop"), e.fresh("pow_done"))

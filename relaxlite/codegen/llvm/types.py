@@ -41,7 +41,7 @@ def from_memory(e: Emitter, raw: Val, dtype: DType) -> Val:
     if dtype == "bool":
         return e.icmp("ne", raw, int_const(0, "i8"))
     if dtype == "float16":
-        return half_to_float(e, raw)
+        return float16_to_float(e, raw)
     if dtype == "bfloat16":
         return e.cast("bitcast", e.binary("shl", e.cast("zext", raw, "i32"), int_const(16, "i32")), "float")
     return raw
@@ -52,9 +52,9 @@ def to_memory(e: Emitter, value: Val, dtype: DType, *, is_rounded: bool = False)
     if dtype == "bool":
         return e.cast("zext", value, "i8")
     if dtype == "float16":
-        return float_to_half(e, value)
+        return float_to_float16(e, value)
     if dtype == "bfloat16":
-        return _upper_half(e, e.cast("bitcast", value, "i32")) if is_rounded else float_to_bfloat(e, value)
+        return _upper_half(e, e.cast("bitcast", value, "i32")) if is_rounded else float_to_bfloat16(e, value)
     return value
 
 
@@ -115,8 +115,8 @@ def _float_to_int(e: Emitter, x: Val, dtype: DType) -> Val:
     return e.cast("trunc", result, elem)
 
 
-def float_to_bfloat(e: Emitter, x: Val) -> Val:
-    """float32 to the bits of a bfloat16, keeping denormals, which the hardware instruction flushes (bfloats.py)."""
+def float_to_bfloat16(e: Emitter, x: Val) -> Val:
+    """float32 to the bits of a bfloat16, keeping denormals, which the hardware instruction flushes (bfloat16.py)."""
     bits = e.cast("bitcast", x, "i32")
     odd = e.binary("and", e.binary("lshr", bits, int_const(16, "i32")), int_const(1, "i32"))
     rounded = e.binary("add", bits, e.binary("add", odd, int_const(0x7FFF, "i32")))
@@ -129,7 +129,7 @@ def _upper_half(e: Emitter, bits: Val) -> Val:
     return e.cast("trunc", e.binary("lshr", bits, int_const(16, "i32")), "i16")
 
 
-def half_to_float(e: Emitter, raw: Val) -> Val:
+def float16_to_float(e: Emitter, raw: Val) -> Val:
     """Bits of a float16 to float32, by F16C where the target has it."""
     if e.target.has_fp16_conversion:
         return e.cast("fpext", e.cast("bitcast", raw, "half"), "float")
@@ -143,7 +143,7 @@ def half_to_float(e: Emitter, raw: Val) -> Val:
     return e.cast("bitcast", e.binary("or", bits, sign), "float")
 
 
-def float_to_half(e: Emitter, x: Val) -> Val:
+def float_to_float16(e: Emitter, x: Val) -> Val:
     """float32 to the bits of a float16, rounded to nearest even, by F16C where the target has it."""
     if e.target.has_fp16_conversion:
         return e.cast("bitcast", e.cast("fptrunc", x, "half"), "i16")

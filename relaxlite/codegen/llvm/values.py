@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from relaxlite.codegen.llvm import memory, scalars
-from relaxlite.codegen.llvm.bfloats import emit_narrow, emit_pair
+from relaxlite.codegen.llvm.bfloat16 import emit_bf16_pair, emit_round_to_bf16
 from relaxlite.codegen.llvm.bit_fields import bit_field, field_to_float
-from relaxlite.codegen.llvm.checked import index
-from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, Kernel
-from relaxlite.codegen.llvm.dots import emit_dot, emit_dot_of_halves, emit_dot_of_pairs, emit_dot_of_words, emit_word
+from relaxlite.codegen.llvm.checked import emit_index
+from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, KernelContext
+from relaxlite.codegen.llvm.dots import emit_dot, emit_dot2_bf16, emit_dot2_i16, emit_dp4a, emit_packed_bytes
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val
-from relaxlite.codegen.llvm.extern_call import emit_found
+from relaxlite.codegen.llvm.extern_call import emit_library_present
 from relaxlite.codegen.llvm.indices import split_lane
 from relaxlite.codegen.llvm.lookup import emit_lookup
 from relaxlite.codegen.llvm.nearest import emit_nearest
@@ -55,7 +55,7 @@ _MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "
 _SIGNED = {"eq": "eq", "ne": "ne", "lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge"}
 
 
-def emit_value(k: Kernel, value: Value) -> Val:
+def emit_value(k: KernelContext, value: Value) -> Val:
     """Emit a value in register form; each distinct value of a statement is computed once."""
     known = k.values.get(value)
     if known is None:
@@ -63,58 +63,58 @@ def emit_value(k: Kernel, value: Value) -> Val:
     return known
 
 
-def _literal(k: Kernel, value: Literal) -> Val:
+def _literal(k: KernelContext, value: Literal) -> Val:
     return literal(value.value, value.dtype)
 
 
-def _load(k: Kernel, value: Load) -> Val:
-    guard(k, value.buffer, value.indices)
-    return memory.load(k, memory.classify(k, value.buffer, value.indices))
+def _load(k: KernelContext, value: Load) -> Val:
+    emit_bounds_check(k, value.buffer, value.indices)
+    return memory.load(k, memory.classify_access(k, value.buffer, value.indices))
 
 
-def _unary(k: Kernel, value: Unary) -> Val:
+def _unary(k: KernelContext, value: Unary) -> Val:
     return scalars.unary(k.e, value.op, value.x.dtype, emit_value(k, value.x))
 
 
-def _binary(k: Kernel, value: Binary) -> Val:
+def _binary(k: KernelContext, value: Binary) -> Val:
     a, b = emit_value(k, value.a), emit_value(k, value.b)
     return scalars.binary(k.e, value.op, value.dtype, a, b)
 
 
-def _cast(k: Kernel, value: Cast) -> Val:
+def _cast(k: KernelContext, value: Cast) -> Val:
     field = bit_field(k, value.x) if value.dtype == "float32" else None
     if field is not None:
-        return field_to_float(k.e, emit_value(k, field.word), field)
+        return field_to_float(k.e, emit_value(k, field.packed), field)
     return convert(k.e, emit_value(k, value.x), value.x.dtype, value.dtype)
 
 
-def _index(k: Kernel, value: IndexValue) -> Val:
-    return convert(k.e, index(k, value.index), "int64", value.dtype)
+def _index(k: KernelContext, value: IndexValue) -> Val:
+    return convert(k.e, emit_index(k, value.index), "int64", value.dtype)
 
 
-def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
+def _intrinsic(k: KernelContext, value: Intrinsic) -> Val:
     problem = type_error(value.name, tuple(arg.dtype for arg in value.args), value.dtype)
     if problem is not None:
         raise CodegenError(problem)
     for arg in value.args if k.is_guarded else ():
         if isinstance(arg, Load):  # several loads may be merged to one access, which is not guarded
-            guard(k, arg.buffer, arg.indices)
+            emit_bounds_check(k, arg.buffer, arg.indices)
     if value.name in DOT_PRODUCTS:
         return emit_dot(k, value, emit_value)
     if value.name == DOT4_PACKED_U8S8:
-        return emit_dot_of_words(k, value, emit_value)
+        return emit_dp4a(k, value, emit_value)
     if value.name == PACK_BYTES:
-        return emit_word(k, value, emit_value)
+        return emit_packed_bytes(k, value, emit_value)
     if value.name == DOT2_PACKED_BF16:
-        return emit_dot_of_pairs(k, value, emit_value)
+        return emit_dot2_bf16(k, value, emit_value)
     if value.name == DOT2_PACKED_INT16:
-        return emit_dot_of_halves(k, value, emit_value)
+        return emit_dot2_i16(k, value, emit_value)
     if value.name == PACK_BF16:
-        return emit_pair(k, value, emit_value)
+        return emit_bf16_pair(k, value, emit_value)
     if value.name == ROUND_TO_INT32:
         return emit_nearest(k, value, emit_value)
     if value.name == NARROW:
-        return emit_narrow(k, value, emit_value)
+        return emit_round_to_bf16(k, value, emit_value)
     if value.name == LOOKUP:
         return emit_lookup(k, value, emit_value)
     if value.name == BITCAST_TO_FLOAT32:
@@ -123,14 +123,14 @@ def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
     return k.e.fma(a, b, c)
 
 
-def _compare(k: Kernel, value: Compare) -> Val:
+def _compare(k: KernelContext, value: Compare) -> Val:
     if isinstance(value.a, IndexValue) and isinstance(value.b, IndexValue) and not k.is_checked:
         return _compare_indices(k, value.op, value.a.index, value.b.index)
     a, b = emit_value(k, value.a), emit_value(k, value.b)
     return scalars.compare(k.e, value.op, value.a.dtype, a, b)
 
 
-def _compare_indices(k: Kernel, op: str, a: SymExpr, b: SymExpr) -> Val:
+def _compare_indices(k: KernelContext, op: str, a: SymExpr, b: SymExpr) -> Val:
     """Compare symbolic integers: folded by intervals, or by a hoisted lane mask where the difference is +-lane +
     base."""
     difference = k.ix.resolve(b - a)
@@ -148,7 +148,7 @@ def _compare_indices(k: Kernel, op: str, a: SymExpr, b: SymExpr) -> Val:
     return k.e.icmp(_SIGNED[op], k.ix.value(a), k.ix.value(b))
 
 
-def guard(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> None:
+def emit_bounds_check(k: KernelContext, buffer: Buffer, indices: tuple[SymExpr, ...]) -> None:
     """Emit bounds checks of an access in a guarded kernel."""
     if not k.is_guarded:
         return
@@ -169,7 +169,7 @@ def _decide(op: str, lower: int | None, upper: int | None) -> bool | None:
     return None
 
 
-def _select(k: Kernel, value: Select) -> Val:
+def _select(k: KernelContext, value: Select) -> Val:
     cond = emit_value(k, value.cond)
     if cond.text in ("true", "false"):
         return emit_value(k, value.then if cond.text == "true" else value.other)
@@ -190,7 +190,7 @@ def _select(k: Kernel, value: Select) -> Val:
     return k.e.if_value(cond, side(value.then), side(value.other), "chosen")
 
 
-def _under(k: Kernel, cond: Val, value: Value) -> Val:
+def _under(k: KernelContext, cond: Val, value: Value) -> Val:
     """Emit a value whose loads are masked by `cond`."""
     if not has_load(k, value):
         return emit_value(k, value)
@@ -198,11 +198,11 @@ def _under(k: Kernel, cond: Val, value: Value) -> Val:
         return emit_value(k, value)
 
 
-def has_load(k: Kernel, value: Value) -> bool:
+def has_load(k: KernelContext, value: Value) -> bool:
     """Whether a value contains a load; memoized."""
-    if value not in k.loading:
-        k.loading[value] = isinstance(value, Load) or any(has_load(k, operand) for operand in operands(value))
-    return k.loading[value]
+    if value not in k.contains_load:
+        k.contains_load[value] = isinstance(value, Load) or any(has_load(k, operand) for operand in operands(value))
+    return k.contains_load[value]
 
 
 def operands(value: Value) -> tuple[Value, ...]:
@@ -216,7 +216,7 @@ def operands(value: Value) -> tuple[Value, ...]:
     return value.args if isinstance(value, Intrinsic) else ()
 
 
-_EMITTERS: Mapping[type, Callable[[Kernel, Any], Val]] = {
+_EMITTERS: Mapping[type, Callable[[KernelContext, Any], Val]] = {
     Literal: _literal,
     Load: _load,
     Unary: _unary,
@@ -226,5 +226,5 @@ _EMITTERS: Mapping[type, Callable[[Kernel, Any], Val]] = {
     Cast: _cast,
     IndexValue: _index,
     Intrinsic: _intrinsic,
-    LibraryFound: emit_found,
+    LibraryFound: emit_library_present,
 }

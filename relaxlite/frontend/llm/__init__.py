@@ -1,8 +1,8 @@
-"""Checkpoints of language models (GGUF files, Hugging Face folders) as modules.
+"""Importer of language models: checkpoints (GGUF files, Hugging Face folders) become IR modules.
 
-config.py       what tells architectures apart, as data; architectures/: one file for each
-checkpoint.py   hyperparameters, named weights, tokenizer; quantized.py: weights in blocks of few bits
-read.py         gguf_*.py, pre_tokenizers.py; hf_folder.py, hf_*.py
-quantize.py     float weights into blocks
-layers.py       the layers that all share, as graph operators; dense.py: a model without a cache
+config.py       the hyperparameters that distinguish decoders, as data; architectures/: one file for each family
+checkpoint.py   hyperparameters, named weights, tokenizer; quantized.py: blocked weights
+read.py         reading either format: gguf_*.py, pre_tokenizers.py; hf_folder.py, hf_*.py
+quantize.py     quantization of float weights into blocks
+layers.py       the layers that all decoders share, as graph operators; step.py: the step over a paged KV cache
 """

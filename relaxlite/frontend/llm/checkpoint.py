@@ -1,20 +1,20 @@
-"""A language model as it lies on disk: hyperparameters, named weights, tokenizer, provenance; whatever the file format.
+"""A checkpoint in memory: hyperparameters, named weights, tokenizer and provenance, independent of the file format.
 
-Weights have our names, whatever the checkpoint calls them:
+Weights are named alike for all checkpoints:
 
     embed [vocab, hidden]    norm [hidden]    head [vocab, hidden]    head_bias [vocab]    positions [context, hidden]
-    layer_embed, layer_project, layer_project_norm: of what layers are given of each token (layer_inputs.py)
+    layer_embed, layer_project, layer_project_norm: per-layer embeddings (layer_inputs.py)
     layers.K.: attn_norm, q, k, v, o, q_bias, k_bias, v_bias, o_bias, q_norm, k_norm, q_gate, attn_post_norm,
-               mlp_norm, gate, up, down, gate_bias, up_bias, down_bias, mlp_post_norm; of a mixture of experts
-               router [experts, hidden], router_balance [experts], experts.E.(gate, up, down), shared.(gate, up, down),
-               shared_router [hidden],
-               and where these are beside an MLP router_norm, experts_norm, experts_post_norm, experts_scale [experts],
-               dense_post_norm; input_gate, input_project, input_norm, scale [1];
+               mlp_norm, gate, up, down, gate_bias, up_bias, down_bias, mlp_post_norm;
+               mixture of experts: router [experts, hidden], router_balance [experts], experts.E.(gate, up, down),
+               shared.(gate, up, down), shared_router [hidden];
+               experts beside an MLP: router_norm, experts_norm, experts_post_norm, experts_scale [experts],
+               dense_post_norm; per-layer embeddings: input_gate, input_project, input_norm, scale [1];
                in place of attention conv_*, delta_*, mamba_*, or q, q_down, kv_down, latent_keys.H, latent_values.H
                (`expected_weights` has their shapes)
 
-Norms that are no RMS norms may have a bias, attn_norm_bias and the like. Matrices are [out, in], as in both kinds of
-checkpoints. Rotary embeddings work on halves of a head.
+Norms other than RMS norms may have a bias, attn_norm_bias and the like. Matrices are [out, in], as in both file
+formats. Rotary embeddings rotate element i of a head with element i + width / 2.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight of a checkpoint. `stored` are its numbers (float32, float16, bfloat16), rows of blocks as bytes, or rows
-    that lie otherwise in a file. `block_format`: of rows of blocks one of BLOCK_FORMATS, of others what packed their
-    codes; None: they are floats."""
+    """A weight of a checkpoint, in floats or in blocks.
+
+    `stored` is an array of float32, float16 or bfloat16; or uint8 [rows, bytes], the blocks of each row; or
+    `PackedRows` that decode a file's tensors. `block_format` is None for floats, a key of BLOCK_FORMATS for rows of
+    blocks, and the name of the quantization method for packed rows of codes.
+    """
 
     stored: Array | PackedRows
     shape: tuple[int, ...]
@@ -47,7 +50,7 @@ class Weight:
 
     @property
     def data(self) -> Array:
-        """Its numbers, which packed rows make anew each time, or rows of blocks as bytes."""
+        """Floats (decoded at each access if the rows are packed), or rows of blocks as bytes."""
         return self.stored if isinstance(self.stored, np.ndarray) else self.floats()
 
     @property
@@ -55,28 +58,29 @@ class Weight:
         return self.stored.nbytes
 
     def floats(self, rows: slice = slice(None)) -> Array:
-        """Some rows of a weight in floats."""
+        """Return some rows of a float weight, in the type of the checkpoint."""
         assert self.block_format is None
         result = self.stored[rows]
         assert isinstance(result, np.ndarray)
         return result
 
     def grouped(self, rows: slice = slice(None)) -> GroupedWeight:
-        """Codes, scales and offsets of a weight that has them, or of some of its rows."""
+        """Return codes, scales and offsets of some rows of a blocked weight."""
         assert self.block_format is not None
         result = self.stored[rows]
         return result if isinstance(result, GroupedWeight) else BLOCK_FORMATS[self.block_format].unpack(result)
 
     def to_float32(self) -> Array:
+        """Return the dequantized weight in float32, of shape `shape`."""
         result = self.data if self.block_format is None else self.grouped().dequantize()
         return result.astype(np.float32).reshape(self.shape)
 
     def part(self, begin: int, end: int) -> Weight:
-        """Some of its rows, not copied."""
+        """Return rows `begin` to `end` as a view."""
         return self.picked(slice(begin, end), (end - begin, *self.shape[1:]))
 
     def member(self, index: int) -> Weight:
-        """One of several along the first axis, not copied."""
+        """Return the weight at `index` along the first axis (one expert, one head) as a view."""
         n = math.prod(self.shape[1:-1])
         if self.block_format is None and isinstance(self.stored, np.ndarray):
             return Weight(self.stored[index], self.shape[1:])
@@ -84,35 +88,38 @@ class Weight:
 
     @property
     def transposed(self) -> Weight:
-        """A matrix of floats, not copied; packed rows are those of [out, in] whatever the file has."""
+        """The transposed matrix as a view; packed rows stay [out, in], whatever the file has."""
         return Weight(self.stored.T, self.shape[::-1]) if isinstance(self.stored, np.ndarray) else self
 
     def rows(self, order: Array) -> Weight:
-        """With its rows in another order."""
+        """Return the weight with its rows in another order."""
         return self.picked(order, self.shape)
 
     def picked(self, rows: slice | Array, shape: tuple[int, ...]) -> Weight:
-        """Some of its rows, those of all experts counted on, as a weight of another shape."""
+        """Select rows, numbered through all experts, and return them as a weight of shape `shape`."""
         result = self.stored.picked(rows) if isinstance(self.stored, PackedRows) else self.stored[rows]
         return Weight(result, shape, self.block_format)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerData:
-    """`json` is a tokenizer of the `tokenizers` library in its own format. `stop` ends a reply."""
+    """A tokenizer, in the JSON format of the `tokenizers` library, with its special tokens and chat templates.
+
+    A token of `stop` ends a reply.
+    """
 
     json: str
     chat_template: str | None = None
     bos: int | None = None
     stop: tuple[int, ...] = ()
     adds_bos: bool = False
-    special_tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token and the like, for the template
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # by name ("bos_token"), for chat templates
     other_templates: Mapping[str, str] = field(default_factory=dict)  # by name: "tool_use"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What `read_checkpoint` gives. `provenance` names source, licence and authors."""
+    """A model as `read_checkpoint` returns it. `provenance` names source, licence and authors."""
 
     config: DecoderConfig
     weights: Mapping[str, Weight]
@@ -122,35 +129,40 @@ class Checkpoint:
 
 
 def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """The weights that a decoder of this configuration has, with their shapes."""
+    """Return the names and shapes of the weights that a decoder of this configuration has."""
     c = config
-    first = ["attn_norm"] if c.has_pre_norms else []
-    others = ["mlp_norm"] if c.has_pre_norms and not c.has_one_norm else []
-    others += ["attn_post_norm", "mlp_post_norm"] if c.has_post_norms else []
-    whole: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "norm": (c.hidden,)}
+    before_mixing = ["attn_norm"] if c.has_pre_norms else []
+    around_mlp = ["mlp_norm"] if c.has_pre_norms and not c.has_one_norm else []
+    around_mlp += ["attn_post_norm", "mlp_post_norm"] if c.has_post_norms else []
+    result: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "norm": (c.hidden,)}
     if not c.is_tied:
-        whole["head"] = (c.vocab, c.hidden)
+        result["head"] = (c.vocab, c.hidden)
     if c.has_head_bias:
-        whole["head_bias"] = (c.vocab,)
+        result["head_bias"] = (c.vocab,)
     if c.has_positions:
-        whole["positions"] = (c.context, c.hidden)
+        result["positions"] = (c.context, c.hidden)
     if c.layer_input is not None:
-        wide = c.layers * c.layer_input
-        whole |= {"layer_embed": (c.vocab, wide), "layer_project": (wide, c.hidden)}
-        whole["layer_project_norm"] = (c.layer_input,)
+        all_layers_width = c.layers * c.layer_input
+        result |= {"layer_embed": (c.vocab, all_layers_width), "layer_project": (all_layers_width, c.hidden)}
+        result["layer_project_norm"] = (c.layer_input,)
     is_biased = c.norm == "layer_biased"
     if is_biased:
-        whole["norm_bias"] = (c.hidden,)
+        result["norm_bias"] = (c.hidden,)
     for k in range(c.layers):
         mixing = _MIXING[c.mixing(k)](c, k)
-        layer = _norms(first, c.hidden, is_biased) | mixing | _norms(others, c.hidden, is_biased) | _mlp_weights(c, k)
+        layer = (
+            _norms(before_mixing, c.hidden, is_biased)
+            | mixing
+            | _norms(around_mlp, c.hidden, is_biased)
+            | _mlp_weights(c, k)
+        )
         if c.layer_input is not None:
             layer |= {"input_gate": (c.layer_input, c.hidden), "input_project": (c.hidden, c.layer_input)}
             layer["input_norm"] = (c.hidden,)
         if c.has_layer_scale:
             layer["scale"] = (1,)
-        whole |= {f"layers.{k}.{name}": shape for name, shape in layer.items()}
-    return whole
+        result |= {f"layers.{k}.{name}": shape for name, shape in layer.items()}
+    return result
 
 
 def _norms(names: Iterable[str], width: int, is_biased: bool) -> dict[str, tuple[int, ...]]:
@@ -175,22 +187,22 @@ def _attention_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...
         result["sinks"] = (c.heads,)
     if c.has_output_gate:
         result["q_gate"] = (queries, c.hidden)
-    without = ("k", "v") if c.keys_from(layer) != layer else ("v",) if c.is_unvalued(layer) else ()
-    return {name: shape for name, shape in result.items() if name.partition("_")[0] not in without}
+    absent = ("k", "v") if c.keys_from(layer) != layer else ("v",) if c.is_unvalued(layer) else ()
+    return {name: shape for name, shape in result.items() if name.partition("_")[0] not in absent}
 
 
 def _latent_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     assert c.latent is not None
-    net, given = c.latent, c.latent.query_rank or c.hidden
+    mla, query_input = c.latent, c.latent.query_rank or c.hidden
     result: dict[str, tuple[int, ...]] = (
-        {} if net.query_rank is None else {"q_down": (net.query_rank, c.hidden), "q_down_norm": (net.query_rank,)}
+        {} if mla.query_rank is None else {"q_down": (mla.query_rank, c.hidden), "q_down_norm": (mla.query_rank,)}
     )
     result |= {
-        "q": (c.heads * (net.plain + net.turned), given), "kv_down": (net.rank + net.turned, c.hidden),
-        "kv_norm": (net.rank,), "o": (c.hidden, c.heads * net.width),
+        "q": (c.heads * (mla.plain + mla.turned), query_input), "kv_down": (mla.rank + mla.turned, c.hidden),
+        "kv_norm": (mla.rank,), "o": (c.hidden, c.heads * mla.width),
     }  # fmt: skip
     for h in range(c.heads):
-        result |= {f"latent_keys.{h}": (net.rank, net.plain), f"latent_values.{h}": (net.width, net.rank)}
+        result |= {f"latent_keys.{h}": (mla.rank, mla.plain), f"latent_values.{h}": (mla.width, mla.rank)}
     if c.has_qkv_bias:
         result |= {f"{name}_bias": result[name][:1] for name in ("q_down", "kv_down") if name in result}
     if c.has_o_bias:
@@ -212,24 +224,24 @@ def _convolution_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, .
 
 def _delta_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     assert c.states is not None
-    heads, channels, wide = c.states.heads, c.states.channels, c.states.heads * c.states.width
+    heads, channels, values = c.states.heads, c.states.channels, c.states.heads * c.states.width
     return {
-        "delta_qkv": (channels, c.hidden), "delta_gate": (wide, c.hidden), "delta_beta": (heads, c.hidden),
-        "delta_alpha": (heads, c.hidden), "delta_out": (c.hidden, wide), "delta_conv": (channels, c.states.length),
+        "delta_qkv": (channels, c.hidden), "delta_gate": (values, c.hidden), "delta_beta": (heads, c.hidden),
+        "delta_alpha": (heads, c.hidden), "delta_out": (c.hidden, values), "delta_conv": (channels, c.states.length),
         "delta_rate": (heads,), "delta_step": (heads,), "delta_scale": (c.states.width,),
     }  # fmt: skip
 
 
 def _mamba_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
     assert c.states is not None
-    heads, channels, wide = c.states.heads, c.states.channels, c.states.heads * c.states.width
+    heads, channels, values = c.states.heads, c.states.channels, c.states.heads * c.states.width
     products: dict[str, tuple[int, ...]] = {
-        "mamba_gate": (wide, c.hidden), "mamba_given": (channels, c.hidden), "mamba_time": (heads, c.hidden),
-        "mamba_out": (c.hidden, wide),
+        "mamba_gate": (values, c.hidden), "mamba_given": (channels, c.hidden), "mamba_time": (heads, c.hidden),
+        "mamba_out": (c.hidden, values),
     }  # fmt: skip
     result = products | {
         "mamba_conv": (channels, c.states.length), "mamba_rate": (heads,), "mamba_step": (heads,),
-        "mamba_skip": (heads,), "mamba_scale": (wide,),
+        "mamba_skip": (heads,), "mamba_scale": (values,),
     }  # fmt: skip
     if c.states.has_conv_bias:
         result["mamba_conv_bias"] = (channels,)
@@ -279,8 +291,10 @@ def _mlp_weights(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
 def split_fused(
     config: DecoderConfig, weights: Mapping[str, Weight], fused: Mapping[str, tuple[str, ...]], source: str
 ) -> dict[str, Weight]:
-    """The weights with those taken apart, by layer, that are several: one for each expert, then the rows of `fused`.
-    ImportModelError: one has not as many experts or rows."""
+    """Split fused weights: stacked experts into one weight per expert, then the rows of each weight that `fused` names.
+
+    Raises ImportModelError if a weight has another number of experts or rows than its parts together.
+    """
     result, expected = _split_experts(config, weights, source), expected_weights(config)
     for name in list(result):
         begin, _, kind = name.rpartition(".")
@@ -301,16 +315,16 @@ def split_fused(
 
 
 def _split_experts(config: DecoderConfig, weights: Mapping[str, Weight], source: str) -> dict[str, Weight]:
-    """Those of layers.K.experts, which hold one matrix for each expert, by expert."""
+    """Split the weights of layers.K.experts, [experts, ...], into one weight for each expert."""
     result = dict(weights)
     for name, weight in weights.items():
         begin, _, kind = name.rpartition(".")
         if not begin.endswith(".experts") or config.experts is None:
             continue
-        what = "vector" if kind.endswith("_bias") else "matrix"
-        if len(weight.shape) != (2 if what == "vector" else 3) or weight.shape[0] != config.experts.count:
+        kind_of_weight = "vector" if kind.endswith("_bias") else "matrix"
+        if len(weight.shape) != (2 if kind_of_weight == "vector" else 3) or weight.shape[0] != config.experts.count:
             raise ImportModelError(
-                f"{source}: weight {name} has shape {weight.shape}; it needs a {what} for each of "
+                f"{source}: weight {name} has shape {weight.shape}; it needs a {kind_of_weight} for each of "
                 f"{config.experts.count} experts"
             )
         del result[name]
@@ -319,13 +333,17 @@ def _split_experts(config: DecoderConfig, weights: Mapping[str, Weight], source:
 
 
 def in_halves(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
-    """Queries and keys with the first elements of all turned pairs of a head before the second ones."""
+    """Permute the rows of queries and keys from interleaved to half-split rotary embeddings.
+
+    Pairs of elements that are rotated together lie side by side in the checkpoint; here the first elements of all pairs
+    of a head come before the second ones.
+    """
     result = dict(weights)
     width = config.rope.width
     for kind, heads in (("q", config.heads), ("k", config.kv_heads)):
-        places = np.arange(heads * config.head_width).reshape(heads, config.head_width)
-        turned = places[:, :width].reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(heads, width)
-        order = np.concatenate([turned, places[:, width:]], axis=1).reshape(-1)
+        row_numbers = np.arange(heads * config.head_width).reshape(heads, config.head_width)
+        rotated = row_numbers[:, :width].reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(heads, width)
+        order = np.concatenate([rotated, row_numbers[:, width:]], axis=1).reshape(-1)
         for k in range(config.layers):
             for name in (f"layers.{k}.{kind}", f"layers.{k}.{kind}_bias"):
                 if name in result:
@@ -334,17 +352,17 @@ def in_halves(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str,
 
 
 def check_weights(config: DecoderConfig, weights: Mapping[str, Weight], source: str) -> None:
-    """ImportModelError for what is missing, has another shape, or is there but means nothing to us."""
+    """Raise ImportModelError for weights that are missing, of another shape than expected, or unknown."""
     expected = expected_weights(config)
     missing = [name for name in expected if name not in weights]
     unknown = [name for name in weights if name not in expected]
     if missing:
-        instead = f"; {_some(unknown)} there and unknown" if unknown else ""
+        hint = f"; {_some(unknown)} there and unknown" if unknown else ""
         if missing == ["head"]:
-            instead += "; if the embedding is used for it, config.json says so by tie_word_embeddings"
+            hint += "; if the embedding is used for it, config.json says so by tie_word_embeddings"
         raise ImportModelError(
             f"{source}: {_some(missing)} missing; a {config.architecture} of {config.layers} layers has "
-            f"{len(expected)} weights, the file {len(weights)}{instead}"
+            f"{len(expected)} weights, the file {len(weights)}{hint}"
         )
     for name, shape in expected.items():
         if weights[name].shape != shape:
@@ -356,6 +374,7 @@ def check_weights(config: DecoderConfig, weights: Mapping[str, Weight], source: 
 
 
 def _some(names: Iterable[str]) -> str:
+    """Name up to four weights, with the number of the others, as the subject of a sentence."""
     listed = list(names)
     text = ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
     return f"weight {text} is" if len(listed) == 1 else f"weights {text} are"

@@ -1,4 +1,4 @@
-"""Layers of the gated delta rule (Yang et al., arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have them."""
+"""Layers of the gated delta rule (Yang et al., arXiv 2412.06464), as in Qwen3-Next and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from relaxlite.ir.types import TensorType
 if TYPE_CHECKING:
     from relaxlite.frontend.llm.layers import Decoder, Mixer
 
-_EPSILON = 1e-6  # of the lengths of queries and keys
+_EPSILON = 1e-6  # of the norms of queries and keys
 
 
 def delta_net(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
-    """What the heads of layer k remember, normed and gated, side by side: [..., heads * width]"""
+    """Emit the token mixer of layer `k` up to its output projection: normed, gated heads [..., heads * width]."""
     c, name = d.config.states, f"layers.{k}.delta"
     assert c is not None and isinstance(x.ty, TensorType) and x.ty.shape is not None
     lead = tuple(sym(dim) for dim in x.ty.shape[:-1])
 
-    # what a state keeps, and so all that follow see
-    qkv, alpha, beta = (d.linear(f"{name}_{part}", x, is_kept=True) for part in ("qkv", "alpha", "beta"))
+    # operands of the state, whose rounding errors reach all later tokens: never in relaxed precision
+    qkv, alpha, beta = (d.linear(f"{name}_{part}", x, is_cached=True) for part in ("qkv", "alpha", "beta"))
     mixed = mix.convolved(k, qkv, np.ascontiguousarray(d.vector(f"{name}_conv").T))
     mixed = d.silu(mixed)
     keys = c.key_heads * c.key_width
     query, key = (d.channels(mixed, first, c.key_heads, c.key_width) for first in (0, keys))
     value = d.channels(mixed, 2 * keys, c.heads, c.width)
-    # of length 1, which a norm of root mean squares gives times a constant; queries less, as those of attention
+    # L2 norms, as RMS norms times a constant; queries times width**-0.5 besides, as in attention
     unit = np.full(c.key_width, c.key_width**-0.5, np.float32)
     query, key = (
         d.op("rms_norm", y, unit * np.float32(factor), epsilon=_EPSILON / c.key_width)

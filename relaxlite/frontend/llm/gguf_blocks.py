@@ -1,9 +1,8 @@
-"""The formats of blocks in GGUF files; llama.cpp has them in ggml-common.h and ggml-quants.c.
+"""Decoders of the block formats of GGUF files (llama.cpp: ggml-common.h, ggml-quants.c) into `GroupedWeight`.
 
-Each says the same thing (quantized.py) in its own packing: groups of 16 or 32 weights with a scale, and sometimes an
-offset, in float16, or in the K formats integers of few bits times a float16 of 256 weights. The IQ4 formats have a
-table of numbers, and codes of 4 bits are places in it; so are those of MXFP4 and NVFP4, which are floats, and their
-scales, powers of two and floats of 7 bits, are kept in bfloat16.
+Each format packs groups of 16 or 32 weights with a scale, and in some formats an offset: float16, or in the K formats
+small integers times a float16 for 256 weights. Codes of the IQ4 formats are indices of a codebook. So are those of
+MXFP4 and NVFP4, which are floats of 4 bits; their scales, powers of two and floats of 7 bits, become bfloat16.
 """
 
 from __future__ import annotations
@@ -25,7 +24,10 @@ _Parts: TypeAlias = "tuple[Array, GroupScales, GroupScales | None]"  # codes, sc
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """How a block of `size` weights lies in `nbytes` bytes. `decode` takes blocks as bytes [count, nbytes]."""
+    """The layout of a block of `size` weights in `nbytes` bytes.
+
+    `decode` takes blocks as bytes [count, nbytes] and returns codes, scales and offsets.
+    """
 
     name: str
     size: int
@@ -34,15 +36,15 @@ class BlockFormat:
     decode: Callable[[Array], _Parts]
 
     def unpack(self, rows: Array) -> GroupedWeight:
-        """Rows as bytes [n, k / size * nbytes]."""
+        """Decode rows given as bytes [n, k / size * nbytes]."""
         n = rows.shape[0]
         codes, scales, offsets = self.decode(rows.reshape(-1, self.nbytes))
-        moved = None if offsets is None else offsets.reshape(n)
-        return GroupedWeight(codes.reshape(n, -1), scales.reshape(n), moved, self.coding)
+        offsets_of_rows = None if offsets is None else offsets.reshape(n)
+        return GroupedWeight(codes.reshape(n, -1), scales.reshape(n), offsets_of_rows, self.coding)
 
 
 def _half(blocks: Array, at: int) -> Array:
-    """The float16 at a byte of each block [count, 1]."""
+    """Read the float16 at byte `at` of each block: [count, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
@@ -51,12 +53,12 @@ def _scale(blocks: Array, at: int) -> GroupScales:
 
 
 def _nibbles(packed: Array) -> Array:
-    """Bytes [..., b] to codes [..., 2*b]: the low halves, then the high halves."""
+    """Unpack bytes [..., b] to codes [..., 2 * b]: all low nibbles, then all high nibbles."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
 def _fifth_bits(blocks: Array, at: int) -> Array:
-    """32 bits from a byte on, as 0 or 16 for each weight."""
+    """Unpack the 32 bits from byte `at` on to 0 or 16 for each weight."""
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
 
 
@@ -81,7 +83,7 @@ def _q5_1(blocks: Array) -> _Parts:
 
 
 def _super_scales(blocks: Array) -> tuple[GroupScales, GroupScales]:
-    """Scales and offsets [count, 8] of Q4_K and Q5_K: eight pairs of 6 bits in 12 bytes, times two halves."""
+    """Unpack scales and offsets [count, 8] of Q4_K and Q5_K: eight pairs of 6 bits in 12 bytes, times two float16."""
     packed = blocks[:, 4:16]
     low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=1)
@@ -94,42 +96,50 @@ def _q4_k(blocks: Array) -> _Parts:
 
 
 def _q5_k(blocks: Array) -> _Parts:
-    """The fifth bits of the eight groups are the eight bits of 32 bytes."""
+    """Decode Q5_K; the fifth bits of group g are bit g of 32 bytes."""
     codes = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     return codes | fifth << 4, *_super_scales(blocks)
 
 
 def _q6_k(blocks: Array) -> _Parts:
-    """Each half of 128 weights: 64 bytes of low nibbles, 32 bytes of four pairs of high bits."""
+    """Decode Q6_K; each half of 128 weights has 64 bytes of low nibbles and 32 bytes of four 2-bit high parts."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-    pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    high = pairs >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    high_bytes = blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    high = high_bytes >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
     scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
     return low | high << 4, GroupScales(scales, _half(blocks, 208)), None
 
 
-def _pairs(packed: Array) -> Array:
-    """64 bytes of four pairs of bits each to codes [count, 2, 4, 32]: each half's lowest pairs come first."""
+def _two_bit_codes(packed: Array) -> Array:
+    """Unpack 64 bytes of four 2-bit codes to codes [count, 2, 4, 32]: the lowest bits of each half come first."""
     return packed.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
 
 
 def _q2_k(blocks: Array) -> _Parts:
     scales, mins = blocks[:, :16] & 15, blocks[:, :16] >> 4
-    return _pairs(blocks[:, 16:80]), GroupScales(scales, _half(blocks, 80)), GroupScales(mins, -_half(blocks, 82))
+    return (
+        _two_bit_codes(blocks[:, 16:80]),
+        GroupScales(scales, _half(blocks, 80)),
+        GroupScales(mins, -_half(blocks, 82)),
+    )
 
 
 def _q3_k(blocks: Array) -> _Parts:
-    """The third bits of the eight runs of 32 weights are the eight bits of 32 bytes; scales of 6 bits, less 32."""
+    """Decode Q3_K; the third bits of run r of 32 weights are bit r of 32 bytes; scales of 6 bits with zero point 32."""
     third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     low = _nibbles(blocks[:, 96:104])
     high = (blocks[:, None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(-1, 16)
     scales = (low | high << 4).astype(np.int8) - np.int8(32)
-    return _pairs(blocks[:, 32:96]) | third.reshape(-1, 2, 4, 32) << 2, GroupScales(scales, _half(blocks, 108)), None
+    return (
+        _two_bit_codes(blocks[:, 32:96]) | third.reshape(-1, 2, 4, 32) << 2,
+        GroupScales(scales, _half(blocks, 108)),
+        None,
+    )
 
 
 def _iq4_xs(blocks: Array) -> _Parts:
-    """Scales of 6 bits, less 32: high pairs of bits in a word, low nibbles in four bytes."""
+    """Decode IQ4_XS; scales of 6 bits with zero point 32: the high bits in an int16, the low nibbles in four bytes."""
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8) & 15).reshape(-1, 8)
     scales = (low | high << 4).astype(np.int8) - np.int8(32)
@@ -141,8 +151,8 @@ def _q1_0(blocks: Array) -> _Parts:
 
 
 def _q2_0(blocks: Array) -> _Parts:
-    pairs = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
-    return pairs, scale_of_groups(_half(blocks, 0), 2), None
+    codes = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+    return codes, scale_of_groups(_half(blocks, 0), 2), None
 
 
 def _mxfp4(blocks: Array) -> _Parts:
@@ -150,12 +160,12 @@ def _mxfp4(blocks: Array) -> _Parts:
 
 
 def _nvfp4(blocks: Array) -> _Parts:
-    """Four groups of 16, whose scales are floats of 4 bits of exponent and 3 of fraction, half as large."""
+    """Decode NVFP4: four groups of 16 with E4M3 scales, halved because the codebook holds doubled values."""
     return _nibbles(blocks[:, 4:].reshape(-1, 4, 8)), GroupScales(_UNSIGNED_E4M3[blocks[:, :4]]), None
 
 
 def _unsigned_e4m3() -> Array:
-    """Half of what each byte stands for as a scale: its first bit does not count, and what would be no number is 0."""
+    """Tabulate half the value of each byte as an E4M3 scale without sign, bfloat16 [256]; 0 for NaN."""
     exponents, fractions = np.divmod(np.arange(256) & 127, 8)
     array = np.where(exponents == 0, fractions * 2.0**-10, (8 + fractions) * 2.0 ** (exponents - 11.0))
     array[127] = 0

@@ -1,6 +1,6 @@
-"""The GGUF container (github.com/ggml-org/ggml, docs/gguf.md): metadata and where tensors lie.
+"""Reader of the GGUF container (github.com/ggml-org/ggml, docs/gguf.md): metadata and the places of tensors.
 
-The `gguf` package reads it too, but takes ten seconds for a vocabulary of 260,000 tokens; this takes a fraction of one.
+The `gguf` package reads a large vocabulary many times more slowly (docs/measurements/llm.md).
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _MAX_PARTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """`shape` outermost first; `offset` in bytes from the file's beginning, and where the next tensor or the file's end
-    follows."""
+    """A tensor of a file: `shape`, outermost dimension first, and its place in bytes from the beginning of the file.
+
+    `end` is where the next tensor, or the end of the file, follows.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -50,25 +52,29 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
+    """The metadata and tensors of one GGUF file."""
+
     metadata: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
 
 
 class _Reader:
+    """A cursor over the bytes of a mapped file."""
+
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
+        self.data, self.position = data, 0
 
     def take(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self.data, self.at)
-        self.at += struct.calcsize("<" + code)
+        (value,) = struct.unpack_from("<" + code, self.data, self.position)
+        self.position += struct.calcsize("<" + code)
         return value
 
     def string(self) -> str:
         size = self.take("Q")
-        if size > len(self.data) - self.at:
-            raise ValueError(f"a text of {size} bytes at byte {self.at} goes beyond the end")
-        text = self.data[self.at : self.at + size]
-        self.at += size
+        if size > len(self.data) - self.position:
+            raise ValueError(f"a text of {size} bytes at byte {self.position} goes beyond the end")
+        text = self.data[self.position : self.position + size]
+        self.position += size
         return text.decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
@@ -77,13 +83,13 @@ class _Reader:
         if kind != _ARRAY:
             return self.take(_scalar(kind))
         inner, count = self.take("I"), self.take("Q")
-        least = {_STRING: 8, _ARRAY: 12}.get(inner) or struct.calcsize("<" + _scalar(inner))  # bytes of each value
-        if count * least > len(self.data) - self.at:
-            raise ValueError(f"a list of {count} values at byte {self.at} goes beyond the end")
+        min_bytes = {_STRING: 8, _ARRAY: 12}.get(inner) or struct.calcsize("<" + _scalar(inner))  # bytes of each value
+        if count * min_bytes > len(self.data) - self.position:
+            raise ValueError(f"a list of {count} values at byte {self.position} goes beyond the end")
         if inner in (_STRING, _ARRAY):
             return [self.value(inner) for _ in range(count)]
-        result = np.frombuffer(self.data, np.dtype("<" + _scalar(inner)), count, self.at)
-        self.at += result.nbytes
+        result = np.frombuffer(self.data, np.dtype("<" + _scalar(inner)), count, self.position)
+        self.position += result.nbytes
         return result.tolist()
 
 
@@ -94,14 +100,17 @@ def _scalar(kind: int) -> str:
 
 
 def read_file(path: str | os.PathLike[str]) -> GgufFile:
-    """Metadata and tensors of a GGUF file of version 2 or 3. ImportModelError for anything else, or a truncated one."""
+    """Read metadata and tensors of a GGUF file of version 2 or 3.
+
+    Raises ImportModelError for other files and truncated ones.
+    """
     source = os.fspath(path)
     try:
         with open(source, "rb") as file:
             head = file.read(SIGNATURE_BYTES)
             if head[:4] != b"GGUF":
-                what = describe_foreign(head) or "it does not begin with 'GGUF'"
-                raise ImportModelError(f"{source}: no GGUF file: {what}")
+                kind_of_file = describe_foreign(head) or "it does not begin with 'GGUF'"
+                raise ImportModelError(f"{source}: no GGUF file: {kind_of_file}")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ImportModelError(f"{source}: cannot be read: {error.strerror}") from error
@@ -112,35 +121,38 @@ def read_file(path: str | os.PathLike[str]) -> GgufFile:
 
 
 def read_parts(path: str | os.PathLike[str]) -> list[GgufFile]:
-    """A file, or all parts of a model that is split (llama.cpp's gguf-split), of which it is any; the first, which has
-    the metadata, comes first. ImportModelError: one is missing, or as for `read_file`."""
+    """Read a file, or all parts of a split model (llama.cpp's gguf-split) given any one of them.
+
+    The first part, which has the metadata, comes first. Raises ImportModelError if a part is missing, and as
+    `read_file`.
+    """
     source = Path(path)
     file = read_file(source)
     count, number = (file.metadata.get(f"split.{key}", 0) for key in ("count", "no"))
     if count in (0, 1):
         return [file]
-    named = split_files(source)
-    if not isinstance(count, int) or len(named) != count:
+    paths = split_files(source)
+    if not isinstance(count, int) or len(paths) != count:
         raise ImportModelError(
             f"{source}: part {number} of a model in {count} files, which are named NAME-00001-of-{count:05}.gguf; put "
             "them side by side under such names, or join them by llama.cpp's `llama-gguf-split --merge`"
         )
-    missing = next((part.name for part in named if not part.is_file()), None)
+    missing = next((part.name for part in paths if not part.is_file()), None)
     if missing is not None:
         raise ImportModelError(f"{source}: one of {count} files; {missing} is missing beside it")
-    parts = [read_file(part) for part in named]
-    for k, (part, name) in enumerate(zip(parts, named, strict=True)):
+    parts = [read_file(part) for part in paths]
+    for k, (part, name) in enumerate(zip(parts, paths, strict=True)):
         if (part.metadata.get("split.count"), part.metadata.get("split.no")) != (count, k):
             raise ImportModelError(f"{name}: no part {k} of a model in {count} files, as its name says")
     names = Counter(tensor.name for part in parts for tensor in part.tensors)
-    twice = next((name for name, times in names.items() if times > 1), None)
-    if twice is not None:
-        raise ImportModelError(f"{source}: there are two tensors {twice!r} in the parts of the model")
+    duplicate = next((name for name, times in names.items() if times > 1), None)
+    if duplicate is not None:
+        raise ImportModelError(f"{source}: there are two tensors {duplicate!r} in the parts of the model")
     return parts
 
 
 def split_files(path: Path) -> list[Path]:
-    """The files of a model whose name says that it is split; none of another."""
+    """Return the paths of all parts of a split model given one of them; an empty list for other names."""
     match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.IGNORECASE)
     if match is None or int(match[3]) > _MAX_PARTS:
         return []
@@ -148,7 +160,7 @@ def split_files(path: Path) -> list[Path]:
 
 
 def _read(reader: _Reader) -> GgufFile:
-    reader.at = 4
+    reader.position = 4
     version, tensors, values = reader.take("I"), reader.take("Q"), reader.take("Q")
     if version not in (2, 3):
         if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, 2, 3):
@@ -169,13 +181,13 @@ def _read(reader: _Reader) -> GgufFile:
         kind, offset = reader.take("I"), reader.take("Q")
         infos.append((name, tuple(reversed(dims)), TYPE_NAMES.get(kind, f"number {kind}"), offset))
     names = [name for name, *_ in infos]
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:
-        raise ValueError(f"there are two tensors {twice!r}")
+    duplicate = next((name for name, count in Counter(names).items() if count > 1), None)
+    if duplicate is not None:
+        raise ValueError(f"there are two tensors {duplicate!r}")
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"an alignment of {alignment!r}")
-    start = -(-reader.at // alignment) * alignment
+    start = -(-reader.position // alignment) * alignment
     data = np.frombuffer(reader.data, np.uint8)
     starts = sorted({start + offset for *_, offset in infos})
     ends = dict(itertools.pairwise([*starts, data.size]))

@@ -1,7 +1,7 @@
-"""The tokenizer inside of a GGUF file as one of the `tokenizers` library, in that library's JSON.
+"""Conversion of the tokenizer in a GGUF file to the JSON format of the `tokenizers` library.
 
-Its parts (how text is normalized, parted, decoded) are made with the library; vocabulary and merges are written into
-its JSON directly, as handing it half a million merges and asking for them again takes several times as long.
+Normalizer, pre-tokenizer and decoder are made by the library; vocabulary and merges are written to the JSON directly,
+as passing half a million merges through the library takes several times as long.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from relaxlite.frontend.llm.checkpoint import TokenizerData
 from relaxlite.frontend.llm.pre_tokenizers import PRE_TOKENIZERS, usual_name
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # token types
-# Tokens that end a reply, under whatever name a file calls its own end, and whatever type it gives them.
-_ENDS = (
+# Tokens that end a reply, whatever end token a file names, and whatever type it gives them.
+_END_TOKENS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>", "<|endoftext|>",
     "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<｜end▁of▁sentence｜>", "<EOT>", "_<EOT>",  # noqa: RUF001
     "[EOT]", "[EOS]", "<eos>", "<end_of_utterance>", "<|call|>", "<|calls|>", "<|flush|>", "<turn|>",
     "<|tool_response>",
 )  # fmt: skip
-_CHANNELS = ("<|return|>", "<|call|>")  # where both are, <|end|> ends only a part of a reply (GPT-OSS)
-# Where a file does not say its bos, eos and unknown token: as llama.cpp has it, if they are called like that.
-_USUAL = {
+_CHANNELS = ("<|return|>", "<|call|>")  # with both of these, <|end|> ends only a channel of a reply (GPT-OSS)
+# Default bos, eos and unknown tokens of llama.cpp, used only if the vocabulary has these texts at these ids.
+_DEFAULT_TOKENS = {
     "llama": {"bos": (1, "<s>"), "eos": (2, "</s>"), "unknown": (0, "<unk>")},
     "gpt2": {"bos": (11, "<|endoftext|>"), "eos": (11, "<|endoftext|>")},
 }
-_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # behind them, where others of Phi-3 take spaces away
+_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other control tokens strip the spaces behind them
 
 
 def read_tokenizer(raw: Mapping[str, Any], source: str) -> TokenizerData | None:
-    """From the fields of a GGUF file; None where it holds no tokenizer. ImportModelError for an unknown kind, and for
-    fields that contradict each other."""
+    """Read the tokenizer from the fields of a GGUF file; None if the file has none.
+
+    Raises ImportModelError for an unknown kind, and for fields that contradict each other.
+    """
     model = raw.get("tokenizer.ggml.model")
     if model in (None, "none", "no_vocab"):
         return None
@@ -45,26 +47,26 @@ def read_tokenizer(raw: Mapping[str, Any], source: str) -> TokenizerData | None:
     if model not in _MODELS:
         raise fields.error(f"the tokenizer model {model!r} is not known; known are {', '.join(map(repr, _MODELS))}")
     parts = _MODELS[model](fields)
-    parts["added_tokens"] = _added(fields, parts["normalizer"])
+    parts["added_tokens"] = _added_tokens(fields, parts["normalizer"])
     bos, eos = fields.token("bos"), fields.token("eos")
     ends = [eos, fields.token("eot"), fields.token("eom")]
-    ends += [fields.places[token] for token in fields.ends]
+    ends += [fields.token_ids[token] for token in fields.ends]
     names = {"bos_token": bos, "eos_token": eos, "unk_token": fields.token("unknown")}
     template = raw.get("tokenizer.chat_template")
     adds_bos = model != "gpt2" or fields.pre_tokenizer.adds_bos
-    says_bos = None if model == "gemma4" else raw.get("tokenizer.ggml.add_bos_token")  # as llama.cpp has it
+    add_bos_token = None if model == "gemma4" else raw.get("tokenizer.ggml.add_bos_token")  # as in llama.cpp
     return TokenizerData(
         json.dumps(parts, ensure_ascii=False),
         template if isinstance(template, str) and template else None,
         bos,
-        tuple(dict.fromkeys(place for place in ends if place is not None)),
-        (adds_bos if says_bos is None else bool(says_bos)) and bos is not None,
-        {name: fields.tokens[place] for name, place in names.items() if place is not None},
+        tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
+        (adds_bos if add_bos_token is None else bool(add_bos_token)) and bos is not None,
+        {name: fields.tokens[token_id] for name, token_id in names.items() if token_id is not None},
     )
 
 
 class _Fields:
-    """The fields of a tokenizer, checked."""
+    """The tokenizer fields of a GGUF file, checked."""
 
     def __init__(self, raw: Mapping[str, Any], source: str) -> None:
         self._raw, self._source = raw, source
@@ -72,16 +74,19 @@ class _Fields:
         self.types: list[int] = [_NORMAL] * len(self.tokens)
         if raw.get("tokenizer.ggml.token_type") is not None:
             self.types = self.list("token_type", int, len(self.tokens))
-        self.places = {token: place for place, token in enumerate(self.tokens)}
-        in_parts = all(token in self.places for token in _CHANNELS)
-        self.ends = [token for token in _ENDS if token in self.places and not (in_parts and token == "<|end|>")]
+        self.token_ids = {token: token_id for token_id, token in enumerate(self.tokens)}
+        has_channels = all(token in self.token_ids for token in _CHANNELS)
+        self.ends = [
+            token for token in _END_TOKENS if token in self.token_ids and not (has_channels and token == "<|end|>")
+        ]
         for token in self.ends:
-            self.types[self.places[token]] = _CONTROL
+            self.types[self.token_ids[token]] = _CONTROL
 
     def error(self, text: str) -> ImportModelError:
         return ImportModelError(f"{self._source}: {text}")
 
     def list(self, name: str, kind: type, count: int | None = None) -> list[Any]:
+        """Return a list field of values of type `kind`; `count` is the length that it must have."""
         result = self._raw.get(f"tokenizer.ggml.{name}")
         if not isinstance(result, list) or not result or not all(isinstance(value, kind) for value in result):
             raise self.error(f"tokenizer.ggml.{name} is missing, or no list of {kind.__name__}")
@@ -90,11 +95,11 @@ class _Fields:
         return result
 
     def token(self, name: str) -> int | None:
-        """The token with a meaning: bos, eos, ..."""
+        """Return the id of the special token `name` (bos, eos, ...), None if there is none."""
         result = self._raw.get(f"tokenizer.ggml.{name}_token_id")
         if result is None:
-            place, text = _USUAL.get(self._raw.get("tokenizer.ggml.model", ""), {}).get(name, (0, None))
-            return place if self.places.get(text or "") == place else None
+            token_id, text = _DEFAULT_TOKENS.get(self._raw.get("tokenizer.ggml.model", ""), {}).get(name, (0, None))
+            return token_id if self.token_ids.get(text or "") == token_id else None
         if not isinstance(result, int) or not 0 <= result < len(self.tokens):
             raise self.error(f"tokenizer.ggml.{name}_token_id is {result}; there are {len(self.tokens)} tokens")
         return result
@@ -104,14 +109,15 @@ class _Fields:
 
     @property
     def has_prefix(self) -> bool:
-        """Whether a space comes before a text."""
+        """Whether a space is prepended to a text."""
         return self._raw.get("tokenizer.ggml.model") != "gemma4" and self.flag("add_space_prefix", True)
 
     def merges(self) -> Sequence[str]:
+        """Return the merges, each of two tokens into a third."""
         result = self.list("merges", str)
         for merge in result:
             left, _, right = merge.partition(" ")
-            if left not in self.places or right not in self.places or left + right not in self.places:
+            if left not in self.token_ids or right not in self.token_ids or left + right not in self.token_ids:
                 raise self.error(f"the merge {merge!r} is not one of two tokens to a third")
         return result
 
@@ -121,9 +127,10 @@ class _Fields:
 
     @cached_property
     def pre_tokenizer(self) -> Any:
+        """The pre-tokenizer; GPT-2's with a warning if neither the file nor its architecture names one."""
         kind = self._raw.get("tokenizer.ggml.pre", "default")
         if kind == "default":
-            kind = usual_name(self.architecture, self.places) or kind
+            kind = usual_name(self.architecture, self.token_ids) or kind
         if kind == "default":
             warnings.warn(
                 f"{self._source}: tokenizer.ggml.pre does not say how text is parted into words; it is parted as for "
@@ -140,41 +147,44 @@ class _Fields:
 
 
 def _byte_level(fields: _Fields) -> dict[str, Any]:
+    """Build a byte-level BPE tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    pre = fields.pre_tokenizer
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre.keeps_words))
-    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    pre_tokenizer = fields.pre_tokenizer
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre_tokenizer.keeps_words))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    if pre.composes:
+    if pre_tokenizer.composes:
         tokenizer.normalizer = normalizers.NFC()
-    return _filled(tokenizer, fields.places, fields.merges())
+    return _with_vocabulary(tokenizer, fields.token_ids, fields.merges())
 
 
 def _sentence_piece(fields: _Fields) -> dict[str, Any]:
-    """Byte-pair encoding whose merges follow from the scores: any two tokens that make a token, better ones first."""
-    return _of_characters(fields, _merges_by_score(fields))
+    """Build BPE of characters with merges that follow from scores: any two tokens whose concatenation is a token."""
+    return _character_bpe(fields, _merges_by_score(fields))
 
 
 def _gemma4(fields: _Fields) -> dict[str, Any]:
-    """Merges of characters within lines, and of newlines. llama.cpp takes a run of these that is a token without asking
-    the merges, which must give the same."""
+    """Build BPE of characters, where merges stay within lines or join newlines.
+
+    llama.cpp takes a run of newlines that is a token without the merges; the merges must give the same.
+    """
     from tokenizers import Regex, pre_tokenizers
 
     merges = fields.merges()
     merged = {merge.replace(" ", "") for merge in merges if merge.startswith("\n")}
-    wrong = next((t for t in fields.tokens if len(t) > 1 and not t.strip("\n") and t not in merged), None)
-    if wrong is not None:
-        raise fields.error(f"no merge gives the token {wrong!r} of newlines")
+    unmerged = next((t for t in fields.tokens if len(t) > 1 and not t.strip("\n") and t not in merged), None)
+    if unmerged is not None:
+        raise fields.error(f"no merge gives the token {unmerged!r} of newlines")
     lines = pre_tokenizers.Split(Regex("\n+"), "isolated")
-    return _of_characters(fields, merges, lines)
+    return _character_bpe(fields, merges, lines)
 
 
-def _of_characters(fields: _Fields, merges: Sequence[str], pre_tokenizer: Any = None) -> dict[str, Any]:
-    """Byte-pair encoding of characters, with "▁" for spaces, and bytes of those that are no tokens."""
+def _character_bpe(fields: _Fields, merges: Sequence[str], pre_tokenizer: Any = None) -> dict[str, Any]:
+    """Build BPE of characters, with "▁" for spaces, and byte tokens for characters that are no tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = next((t for t, kind in zip(fields.tokens, fields.types, strict=True) if kind == _UNKNOWN), None)
@@ -186,60 +196,65 @@ def _of_characters(fields: _Fields, merges: Sequence[str], pre_tokenizer: Any = 
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
     if pre_tokenizer is not None:
         tokenizer.pre_tokenizer = pre_tokenizer
-    parts = _filled(tokenizer, fields.places, merges)
+    parts = _with_vocabulary(tokenizer, fields.token_ids, merges)
     parts["model"]["unk_token"] = unknown
     return parts
 
 
 def _merges_by_score(fields: _Fields) -> list[str]:
-    """Every "left right" that joins two tokens to a third: best third first, then in the order of their tokens.
+    """List every merge "left right" whose result is a token, the result of highest score first.
 
-    In sorted order a token comes behind all tokens that it begins with: those are kept on a stack. Tokens with a space
-    join nothing, as texts have none once they are normalized.
+    Equal scores are ordered by the ids of the tokens. Tokens are visited in sorted order, with all tokens that are
+    prefixes of the current one on a stack. Tokens with a space take part in no merge, as normalized texts have no
+    spaces.
     """
     scores = np.asarray(fields.list("scores", float, len(fields.tokens)))
-    places, types = fields.places, fields.types
+    token_ids, types = fields.token_ids, fields.types
     merges: list[str] = []
-    joined: list[int] = []
+    results: list[int] = []
     stack: list[str] = []
-    for token in sorted(token for token in places if token and " " not in token):
+    for token in sorted(token for token in token_ids if token and " " not in token):
         while stack and not token.startswith(stack[-1]):
             stack.pop()
-        place = places[token]
-        if stack and types[place] in (_NORMAL, _USER_DEFINED):
-            firsts = [a for a in stack if token[len(a) :] in places]
-            if len(firsts) > 1:
-                firsts.sort(key=places.__getitem__)
-            merges += [f"{a} {token[len(a) :]}" for a in firsts]
-            joined += [place] * len(firsts)
+        token_id = token_ids[token]
+        if stack and types[token_id] in (_NORMAL, _USER_DEFINED):
+            lefts = [a for a in stack if token[len(a) :] in token_ids]
+            if len(lefts) > 1:
+                lefts.sort(key=token_ids.__getitem__)
+            merges += [f"{a} {token[len(a) :]}" for a in lefts]
+            results += [token_id] * len(lefts)
         stack.append(token)
-    thirds = np.asarray(joined, np.int64)
-    return [merges[k] for k in np.lexsort((thirds, -scores[thirds])).tolist()]
+    result_ids = np.asarray(results, np.int64)
+    return [merges[k] for k in np.lexsort((result_ids, -scores[result_ids])).tolist()]
 
 
-def _filled(made: Any, places: Mapping[str, int], merges: Sequence[str]) -> dict[str, Any]:
-    parts: dict[str, Any] = json.loads(made.to_str())
-    parts["model"] |= {"vocab": places, "merges": merges}
+def _with_vocabulary(tokenizer: Any, token_ids: Mapping[str, int], merges: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON of a tokenizer with vocabulary and merges filled in."""
+    parts: dict[str, Any] = json.loads(tokenizer.to_str())
+    parts["model"] |= {"vocab": token_ids, "merges": merges}
     return parts
 
 
-def _added(fields: _Fields, normalizer: Any) -> list[dict[str, Any]]:
-    """Control tokens and those that users defined are never parted. The latter are looked for in the text whose spaces
-    are replaced, as SentencePiece does; where a prefix is added too, they would get it as well, so not there."""
-    takes_spaces = fields.architecture == "phi3" and _BYTE in fields.types  # as its tokenizer.json says
-    in_normalized = normalizer is not None and not fields.has_prefix  # never so of byte level
+def _added_tokens(fields: _Fields, normalizer: Any) -> list[dict[str, Any]]:
+    """List control and user-defined tokens, which are never split.
+
+    User-defined tokens are matched in normalized text, as SentencePiece does; but not where a prefix is added, which
+    they would get as well.
+    """
+    takes_spaces = fields.architecture == "phi3" and _BYTE in fields.types  # as in its tokenizer.json
+    in_normalized = normalizer is not None and not fields.has_prefix  # never in byte-level BPE
     return [
         {
-            "id": place,
+            "id": token_id,
             "content": token,
             "single_word": False,
             "lstrip": False,
-            "rstrip": takes_spaces and fields.types[place] == _CONTROL and token not in _KEEP_SPACES,
-            "normalized": in_normalized and fields.types[place] == _USER_DEFINED,
-            "special": fields.types[place] in (_CONTROL, _UNKNOWN),
+            "rstrip": takes_spaces and fields.types[token_id] == _CONTROL and token not in _KEEPS_SPACES,
+            "normalized": in_normalized and fields.types[token_id] == _USER_DEFINED,
+            "special": fields.types[token_id] in (_CONTROL, _UNKNOWN),
         }
-        for token, place in fields.places.items()
-        if fields.types[place] in (_CONTROL, _USER_DEFINED, _UNKNOWN) and token
+        for token, token_id in fields.token_ids.items()
+        if fields.types[token_id] in (_CONTROL, _USER_DEFINED, _UNKNOWN) and token
     ]
 
 

@@ -1,4 +1,4 @@
-"""Folders as Hugging Face's transformers writes them: config.json, safetensors (also in shards), tokenizer.json."""
+"""Importer of Hugging Face folders: config.json, safetensors (also in shards), tokenizer.json."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from relaxlite.frontend.llm.hf_quantized import DTYPES, quantization_of, without
 from relaxlite.frontend.llm.hf_tokenizer import read_tokenizer
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_OTHER_WEIGHTS = ("pytorch_model*.bin", "*.pth", "*.pt", "tf_model.h5", "flax_model.msgpack", "*.gguf")
-_KEYS = {"num_local_experts": "num_experts"}  # the usual key, where a config.json has another
-_OTHER_PARTS = (
+_OTHER_FORMATS = ("pytorch_model*.bin", "*.pth", "*.pt", "tf_model.h5", "flax_model.msgpack", "*.gguf")
+_KEYS = {"num_local_experts": "num_experts"}  # alternative keys of config.json -> the usual key
+_SKIPPED_PREFIXES = (
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "visual.",
     "model.visual.", "mtp.", "model.mtp_", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
     "model.vision_embedder.",
@@ -41,30 +41,31 @@ _IGNORED = (
     ".masked_bias",
     ".attn.bias",
     ".attention.bias",
-)  # buffers that old checkpoints hold; they follow from config.json
+)  # buffers in old checkpoints that follow from config.json
 
 
 def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in a folder; its weights stay mapped.
+    """Read the checkpoint in a folder; weights stay memory-mapped.
 
-    ImportModelError: no config.json, an unknown architecture or number format, weights missing or of another shape.
+    Raises ImportModelError if config.json is missing, for an unknown architecture or number format, and for weights
+    that are missing or of another shape than expected.
     """
     folder = Path(path)
     raw = read_json(folder / "config.json", needed=True)
     source = str(folder)
     config, architecture = describe(raw, source)
-    quantization = quantization_of(_of_text(raw), source)
+    quantization = quantization_of(_text_config(raw), source)
     tensors = _tensors(folder, () if quantization is None else quantization.method.kinds)
     if quantization is not None:
         tensors = quantization.assembled(tensors, source)
-    ahead = _guessing_layers(_of_text(raw), architecture, config)
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(ahead)}
-    weights = _renamed(kept, architecture, config, source)
+    mtp_prefixes = _mtp_prefixes(_text_config(raw), architecture, config)
+    decoder_tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(mtp_prefixes)}
+    weights = _renamed(decoder_tensors, architecture, config, source)
     if config.is_tied and "head" in weights:
-        if _is_same(weights["head"], weights.get("embed")):
+        if _is_same_matrix(weights["head"], weights.get("embed")):
             del weights["head"]
         else:
-            config = replace(config, is_tied=False)  # as transformers does since version 5
+            config = replace(config, is_tied=False)  # as in transformers since version 5
     weights = split_fused(config, weights, architecture.fused, source)
     if quantization is not None:
         weights = without_empty_biases(weights, config)
@@ -80,61 +81,69 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Architecture]:
-    """The configuration that a config.json stands for. ImportModelError: nothing that we know."""
-    raw = _of_text(raw)
-    quantization_of(raw, source)  # refused, where it is, before the architecture
+    """Return configuration and architecture of a config.json. Raises ImportModelError for an unknown architecture."""
+    raw = _text_config(raw)
+    quantization_of(raw, source)  # an unknown quantization is reported before an unknown architecture
     architecture = find_architecture(str(raw.get("model_type", "")), source)
     own_keys = {usual: own for own, usual in _KEYS.items() if own in raw and raw.get(usual) is None}
-    own_keys |= {usual: own for own, usual in architecture.keys.items() if own in raw}  # the usual one is a stray then
+    own_keys |= {
+        usual: own for own, usual in architecture.keys.items() if own in raw
+    }  # an own key takes precedence over the usual one
     usual_keys = {own: usual for usual, own in own_keys.items()}
-    said = {usual_keys.get(key, key): value for key, value in raw.items() if key not in own_keys}
-    raw = {**architecture.defaults, **said}
+    settings = {usual_keys.get(key, key): value for key, value in raw.items() if key not in own_keys}
+    raw = {**architecture.defaults, **settings}
     if raw.get("hidden_act") == "swish":
-        raw["hidden_act"] = "silu"  # its other name
+        raw["hidden_act"] = "silu"  # a synonym
     return architecture.describe(Hyperparameters(source, raw, False, own_keys=own_keys)), architecture
 
 
-def _of_text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json says of the language model, also where that sees pictures."""
+def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the language model in a config.json, also of a multimodal model."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         return dict(raw)
     result = {**raw, **text}
-    if raw.get("tie_word_embeddings") is True:  # which its text_config may deny; a head that is there tells
+    if raw.get("tie_word_embeddings") is True:  # text_config may say otherwise; a head among the weights decides
         result["tie_word_embeddings"] = True
     return result
 
 
 def _tensors(folder: Path, kinds: tuple[str, ...]) -> dict[str, Weight]:
-    whole = {"": "model.safetensors"}  # before an index, which another version may have left beside it
-    index = {} if (folder / whole[""]).is_file() else read_json(folder / "model.safetensors.index.json")
-    shards = index.get("weight_map") or whole
+    """Read the tensors of all shards by name, those of the types `kinds` besides floats."""
+    single_file = {
+        "": "model.safetensors"
+    }  # takes precedence over an index, which another version may have left behind
+    index = {} if (folder / single_file[""]).is_file() else read_json(folder / "model.safetensors.index.json")
+    shards = index.get("weight_map") or single_file
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise ImportModelError(f"{folder}: weight_map of model.safetensors.index.json names no files")
     names = sorted(set(shards.values()))
     weights: dict[str, Weight] = {}
     for name in names:
         if not (folder / name).is_file():
-            if shards is not whole:
+            if shards is not single_file:
                 raise ImportModelError(f"{folder}: {name}, one of {len(names)} files of weights, is missing")
-            raise ImportModelError(f"{folder}: {name} is missing{_instead(folder)}")
+            raise ImportModelError(f"{folder}: {name} is missing{_format_hint(folder)}")
         weights |= read_safetensors(folder / name, kinds)
     return weights
 
 
-def _instead(folder: Path) -> str:
-    others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern))
-    if not others:
+def _format_hint(folder: Path) -> str:
+    """Return the end of an error message: which weights in other formats the folder has, and what to do."""
+    files = sorted(file.name for pattern in _OTHER_FORMATS for file in folder.glob(pattern))
+    if not files:
         return "; weights in other formats are not read"
     return (
-        f"; {others[0]} is of another format, which is not read: load the folder with transformers, and save it with "
+        f"; {files[0]} is of another format, which is not read: load the folder with transformers, and save it with "
         "`save_pretrained`, or take a GGUF file"
     )
 
 
 def read_safetensors(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Weight]:
-    """The tensors of a file by name, mapped (github.com/huggingface/safetensors, "Format"); floats, and those of
-    `kinds`."""
+    """Map the tensors of a safetensors file, by name (github.com/huggingface/safetensors, "Format").
+
+    `kinds`: types to read besides floats. Raises ImportModelError for a damaged file and for other types.
+    """
     dtypes_of = {kind: dtypes.to_numpy(name) for kind, name in _FLOATS.items()} | {kind: DTYPES[kind] for kind in kinds}
     try:
         with path.open("rb") as file:
@@ -142,23 +151,24 @@ def read_safetensors(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Weigh
         size = int.from_bytes(data[:8].tobytes(), "little")
         if data.size < 8 or size > data.size - 8:
             raise ValueError("its header goes beyond its end")
-        header = json.loads(data[8 : 8 + size].tobytes(), object_pairs_hook=_distinct)
+        header = json.loads(data[8 : 8 + size].tobytes(), object_pairs_hook=_unique_keys)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
         header.pop("__metadata__", None)
         result = {
             name: _weight(entry, data[8 + size :], dtypes_of, name, path)
             for name, entry in header.items()
-            if not name.endswith(_IGNORED) and not name.startswith(_OTHER_PARTS)
+            if not name.endswith(_IGNORED) and not name.startswith(_SKIPPED_PREFIXES)
         }
-        _check_places(header, data.size - 8 - size)
+        _check_offsets(header, data.size - 8 - size)
         return result
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"a damaged or truncated safetensors file: {error}"
-        raise ImportModelError(f"{path}: {foreign(path) or what}") from error
+        problem = f"a damaged or truncated safetensors file: {error}"
+        raise ImportModelError(f"{path}: {foreign(path) or problem}") from error
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a dict of JSON pairs. Raises ValueError if a key occurs twice."""
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
@@ -167,14 +177,16 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _check_places(header: Mapping[str, Any], size: int) -> None:
-    """That tensors lie one after another and fill the file, as the format demands: else a damaged header would give
-    a tensor the numbers of another one."""
+def _check_offsets(header: Mapping[str, Any], size: int) -> None:
+    """Raise ValueError unless tensors are contiguous and fill the file, as the format requires.
+
+    A damaged header could otherwise give a tensor the bytes of another one.
+    """
     end = 0
-    for begin, after, name in sorted((*entry["data_offsets"], name) for name, entry in header.items()):
+    for begin, stop, name in sorted((*entry["data_offsets"], name) for name, entry in header.items()):
         if begin != end:
             raise ValueError(f"tensor {name!r} begins at byte {begin}, the one before it ends at {end}")
-        end = after
+        end = stop
     if end != size:
         raise ValueError(f"its tensors end at byte {end} of {size}")
 
@@ -186,6 +198,7 @@ def _weight(
     name: str,
     path: Path,
 ) -> Weight:
+    """Make a weight of an entry of the header. `data`: the bytes behind the header."""
     begin, end = entry["data_offsets"]
     shape, kind = tuple(entry["shape"]), entry["dtype"]
     if kind not in dtypes_of:
@@ -199,8 +212,8 @@ def _weight(
     return Weight(data[begin:end].view(dtypes_of[kind]).reshape(shape), shape)
 
 
-def _guessing_layers(raw: Mapping[str, Any], architecture: Architecture, config: DecoderConfig) -> tuple[str, ...]:
-    """How names begin in layers behind the last one, which guess tokens further ahead: we have other guesses."""
+def _mtp_prefixes(raw: Mapping[str, Any], architecture: Architecture, config: DecoderConfig) -> tuple[str, ...]:
+    """Return the prefixes of names in the layers for multi-token prediction, which are not imported."""
     count = raw.get("num_nextn_predict_layers")
     count = min(count, config.layers) if isinstance(count, int) and count > 0 else 0
     return tuple(f"{architecture.prefix}{config.layers + k}." for k in range(count))
@@ -209,7 +222,7 @@ def _guessing_layers(raw: Mapping[str, Any], architecture: Architecture, config:
 def _renamed(
     tensors: Mapping[str, Weight], architecture: Architecture, config: DecoderConfig, source: str
 ) -> dict[str, Weight]:
-    """By our names; what is no weight of the language model keeps its own."""
+    """Rename tensors to the names of this package; tensors that are no weights of the decoder keep their names."""
     layer = architecture.hugging_face or HUGGING_FACE_LAYER
     names = {theirs: ours for ours, theirs in (architecture.hugging_face_whole or HUGGING_FACE_WHOLE).items()}
     names |= {
@@ -218,11 +231,11 @@ def _renamed(
     result = {}
     for theirs, weight in tensors.items():
         name = theirs.removeprefix("language_model.").removeprefix("transformer.")
-        if name.startswith("model.language_model."):  # as transformers writes models that see pictures since 4.52
+        if name.startswith("model.language_model."):  # transformers since 4.52, for multimodal models
             name = "model." + name.removeprefix("model.language_model.")
-        ours = names.get(name, names.get(f"model.{name}", name))  # as the model without its head is saved
+        ours = names.get(name, names.get(f"model.{name}", name))  # a model saved without its head has no prefix
         if ours.endswith("norm"):
-            weight = _offset(weight, architecture.norm_offset)
+            weight = _add_offset(weight, architecture.norm_offset)
         elif ours.endswith("shared_router") and weight.shape[:1] == (1,):
             weight = weight.member(0)
         elif ours.rpartition(".")[2] in architecture.transposed and len(weight.shape) == 2:
@@ -231,18 +244,20 @@ def _renamed(
     return result if architecture.from_folder is None else architecture.from_folder(result, config, source)
 
 
-def _is_same(head: Weight, embed: Weight | None) -> bool:
+def _is_same_matrix(head: Weight, embed: Weight | None) -> bool:
+    """Return whether a float head equals the embedding (and is redundant); true for any head without embedding."""
     if embed is None or head.block_format is not None or embed.block_format is not None:
         return embed is None
     return head.shape == embed.shape and np.array_equal(head.data, embed.data)
 
 
-def _offset(weight: Weight, offset: float) -> Weight:
+def _add_offset(weight: Weight, offset: float) -> Weight:
+    """Add a number to all elements of a weight, in float32."""
     return Weight(weight.data.astype(np.float32) + np.float32(offset), weight.shape) if offset else weight
 
 
 def _model_card(folder: Path) -> dict[str, str]:
-    """The licence that the README's head names."""
+    """Return the licence that the head of README.md names."""
     card = folder / "README.md"
     if not card.exists():
         return {}

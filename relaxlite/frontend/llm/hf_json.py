@@ -1,4 +1,4 @@
-"""The JSON files of a Hugging Face folder."""
+"""Reader of the JSON files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from relaxlite.frontend.foreign_files import SIGNATURE_BYTES, describe_foreign
 
 
 def read_json(path: Path, *, needed: bool = False) -> dict[str, Any]:
-    """The object in a file; an empty one without the file. ImportModelError: it is `needed` and missing, or holds no
-    object."""
+    """Read the JSON object in a file; an empty one if the file does not exist.
+
+    Raises ImportModelError if the file is `needed` and missing, or is no JSON object.
+    """
     if not path.exists():
         if needed:
-            raise ImportModelError(f"{path.parent}: no {path.name}; {_instead(path.parent)}")
+            raise ImportModelError(f"{path.parent}: no {path.name}; {_missing_hint(path.parent)}")
         return {}
     try:
         result = json.loads(path.read_text("utf-8-sig"))
@@ -26,14 +28,15 @@ def read_json(path: Path, *, needed: bool = False) -> dict[str, Any]:
     return result
 
 
-def _instead(folder: Path) -> str:
+def _missing_hint(folder: Path) -> str:
+    """Return the end of an error message about a missing config.json."""
     if (folder / "adapter_config.json").exists():
         return "it holds an adapter (LoRA); merge it into its model, and take the folder of that"
     return "a Hugging Face folder has one"
 
 
 def foreign(path: Path) -> str | None:
-    """What a file is that is none of the kind it should be, if that is known."""
+    """Describe the format of a file that has not the expected one; None if it is not recognized."""
     try:
         with path.open("rb") as file:
             return describe_foreign(file.read(SIGNATURE_BYTES))

@@ -1,9 +1,9 @@
-"""Hugging Face folders whose weights a library quantized, as `quantization_config` of config.json says.
+"""Importer of quantized Hugging Face folders, according to `quantization_config` of config.json.
 
-The tensors of a module (`q_proj.qweight`, `q_proj.scales`, ...) become its one weight, `q_proj.weight`, before anything
-is renamed, some rows at a time and only when somebody reads them. A row of METHODS is a library: what it may write, and
-who reads it (integer_codes.py, small_floats.py). What it would do to activations (rounding of W8A8, static or dynamic)
-is not done; modules that it left alone are floats as in any folder.
+The tensors of a module (`q_proj.qweight`, `q_proj.scales`, ...) become one weight, `q_proj.weight`, before weights are
+renamed; its rows are decoded lazily, in chunks. METHODS lists the quantization libraries: which tensors they write, and
+which function decodes these (integer_codes.py, small_floats.py). Activations are not quantized as the library would do
+(W8A8, static or dynamic); modules that were not quantized are floats as in any folder.
 """
 
 from __future__ import annotations
@@ -33,68 +33,78 @@ _INTEGERS = {"I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
 DTYPES = {kind: np.dtype(name) for kind, name in _INTEGERS.items()} | {
     "F8_E4M3": E4M3, "F8_E5M2": E5M2, "F8_E8M0": np.dtype("uint8")
 }  # fmt: skip
-"""Of the kinds of tensors in safetensors files that no float checkpoint has."""
+"""NumPy types of the safetensors types that only quantized checkpoints have."""
 
 
-def _nothing(settings: Mapping[str, Any]) -> str | None:
+def _no_problem(settings: Mapping[str, Any]) -> str | None:
+    """Accept all settings of a method."""
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A library, `name` in config.json. `kinds`: of its tensors, beside floats. `parts`: the tensors of a module that
-    become its weight, `spare`: those that say how activations or a cache are rounded. `read`: the weight of a module,
-    where architectures do not know better (`of_architectures`). `problem`: what cannot be read of its settings."""
+    """A quantization library, `name` in config.json.
+
+    `kinds`: types of its tensors besides floats. `parts`: the tensors of a module that make up its weight. `read`:
+    decodes them; None for the `of_architectures` that decode weights themselves. `spare`: tensors for the quantization
+    of activations or of the cache, which are dropped. `problem`: returns what is not supported of its settings, None if
+    all is.
+    """
 
     name: str
     kinds: tuple[str, ...]
     parts: tuple[str, ...] = ()
     read: Callable[[Module], Weight] | None = None
     spare: tuple[str, ...] = ()
-    problem: Callable[[Mapping[str, Any]], str | None] = _nothing
+    problem: Callable[[Mapping[str, Any]], str | None] = _no_problem
     of_architectures: tuple[str, ...] = ()
 
 
 def _problem_of_gptq(settings: Mapping[str, Any]) -> str | None:
+    """Return what is not supported of the settings of GPTQ."""
     layout = gptq_layout(settings)
     known = layout in ("gptq", "gptq_v2")
     return None if known else f"the layout {layout!r} is not read, only 'gptq' and 'gptq_v2' are"
 
 
 def _problem_of_awq(settings: Mapping[str, Any]) -> str | None:
-    said = (settings.get(key) for key in ("version", "format", "checkpoint_format"))
-    version = str(next((name for name in said if name), "gemm")).lower()
+    """Return what is not supported of the settings of AWQ."""
+    names = (settings.get(key) for key in ("version", "format", "checkpoint_format"))
+    version = str(next((name for name in names if name), "gemm")).lower()
     bits = settings.get("bits", settings.get("w_bit", 4))
     if version != "gemm" or bits != 4:
         return f"version {version!r} with {bits} bits is not read, only 'gemm' with 4 bits is"
     return None
 
 
-_COMPRESSED = (
+_COMPRESSED_FORMATS = (
     "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mixed-precision",
 )  # fmt: skip
 
 
 def _problem_of_compressed(settings: Mapping[str, Any]) -> str | None:
+    """Return what is not supported of the settings of compressed-tensors."""
     formats = [settings.get("format"), *(group.get("format") for group in _mappings(settings.get("config_groups")))]
     sparse = settings.get("sparsity_config")
     formats += [sparse.get("format")] if isinstance(sparse, Mapping) else []
-    unknown = [name for name in formats if name is not None and name not in _COMPRESSED]
+    unknown = [name for name in formats if name is not None and name not in _COMPRESSED_FORMATS]
     if unknown:
-        return f"the format {unknown[0]!r} is not read, only {', '.join(_COMPRESSED)} are"
-    turned = settings.get("transform_config")
-    if isinstance(turned, Mapping) and turned.get("config_groups"):
+        return f"the format {unknown[0]!r} is not read, only {', '.join(_COMPRESSED_FORMATS)} are"
+    transform = settings.get("transform_config")
+    if isinstance(transform, Mapping) and transform.get("config_groups"):
         return "those that rotate activations (transform_config) are not read"
     return None
 
 
 def _mappings(groups: Any) -> list[Mapping[str, Any]]:
+    """Return the mappings among the values of a mapping."""
     values = groups.values() if isinstance(groups, Mapping) else ()
     return [value for value in values if isinstance(value, Mapping)]
 
 
-def _compressed(module: Module) -> Weight:
+def _read_compressed(module: Module) -> Weight:
+    """Decode the weight of a module of compressed-tensors, by its tensors."""
     packed, weight = module.parts.get("weight_packed"), module.parts.get("weight")
     if packed is not None and packed.dtype == np.int32:
         return read_packed(module)
@@ -112,12 +122,13 @@ def _compressed(module: Module) -> Weight:
     return read_fp8(replace(module, settings={"weight_block_size": block}))
 
 
-def _bitsandbytes(module: Module) -> Weight:
+def _read_bitsandbytes(module: Module) -> Weight:
+    """Decode the weight of a module of bitsandbytes: LLM.int8 or 4 bits."""
     weight = module.parts.get("weight")
     return read_int8(module) if weight is not None and weight.dtype == np.int8 else read_4bit(module)
 
 
-_ACTIVATIONS = (
+_ACTIVATION_SCALES = (
     "activation_scale",
     "input_scale",
     "input_zero_point",
@@ -125,10 +136,10 @@ _ACTIVATIONS = (
     "output_scale",
     "output_zero_point",
 )
-_CACHE = ("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point")
-_FLOATS_OF_8 = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
-_IN_4_BITS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-_STATES = tuple(f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+_CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point")
+_FP8_KINDS = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
+_BNB_4BIT_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_BNB_STATES = tuple(f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 _FP8_PARTS = ("weight", "weight_scale", "weight_scale_inv")
 METHODS: Mapping[str, Method] = {
     method.name: method
@@ -137,22 +148,22 @@ METHODS: Mapping[str, Method] = {
         Method("awq", ("I32",), ("qweight", "qzeros", "scales"), read_awq, problem=_problem_of_awq),
         Method(
             "compressed-tensors",
-            ("I8", "U8", "I32", "I64", *_FLOATS_OF_8),
+            ("I8", "U8", "I32", "I64", *_FP8_KINDS),
             (
                 "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
                 "weight_global_scale",
             ),
-            _compressed,
-            (*_ACTIVATIONS, *_CACHE),
+            _read_compressed,
+            (*_ACTIVATION_SCALES, *_CACHE_SCALES),
             _problem_of_compressed,
         ),
-        Method("fp8", _FLOATS_OF_8, _FP8_PARTS, read_fp8, (*_ACTIVATIONS, *_CACHE)),
-        Method("fbgemm_fp8", _FLOATS_OF_8, _FP8_PARTS, read_fp8, ("input_scale_ub", *_ACTIVATIONS)),
+        Method("fp8", _FP8_KINDS, _FP8_PARTS, read_fp8, (*_ACTIVATION_SCALES, *_CACHE_SCALES)),
+        Method("fbgemm_fp8", _FP8_KINDS, _FP8_PARTS, read_fp8, ("input_scale_ub", *_ACTIVATION_SCALES)),
         Method(
             "bitsandbytes",
             ("I8", "U8"),
-            ("weight", *(f"weight.{part}" for part in (*_IN_4_BITS, *_STATES)), "SCB", "weight_format"),
-            _bitsandbytes,
+            ("weight", *(f"weight.{part}" for part in (*_BNB_4BIT_PARTS, *_BNB_STATES)), "SCB", "weight_format"),
+            _read_bitsandbytes,
         ),
         Method("mxfp4", ("U8",), of_architectures=("gpt_oss",)),
     )
@@ -164,14 +175,17 @@ _AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What quantized a checkpoint, with its settings."""
+    """The quantization method of a checkpoint and its settings."""
 
     method: Method
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def assembled(self, tensors: Mapping[str, Weight], source: str) -> dict[str, Weight]:
-        """The tensors with one weight for each module that was quantized. ImportModelError: its tensors do not fit, or
-        one of integers belongs to nothing."""
+        """Replace the tensors of each quantized module by one weight.
+
+        Raises ImportModelError if the tensors of a module do not fit together, or an integer tensor belongs to no
+        module.
+        """
         if self.method.read is None:
             return dict(tensors)
         weights: dict[str, Weight] = {}
@@ -201,14 +215,17 @@ class Quantization:
 
 
 def quantization_of(raw: Mapping[str, Any], source: str) -> Quantization | None:
-    """What a config.json says that quantized the weights; None: nothing did. ImportModelError: it is not read."""
+    """Return the quantization of the weights by a config.json; None if they are not quantized.
+
+    Raises ImportModelError for a method or settings that are not supported.
+    """
     settings = raw.get("quantization_config") or raw.get("compression_config")
     if not settings:
         return None
-    given = settings if isinstance(settings, Mapping) else {}
-    name = given.get("quant_method", None if given else settings)
-    if name == "auto-round":  # which packs as others do
-        name = _AUTO_ROUND.get(str(given.get("packing_format")), name)
+    options = settings if isinstance(settings, Mapping) else {}
+    name = options.get("quant_method", None if options else settings)
+    if name == "auto-round":  # packs in the layouts of other methods
+        name = _AUTO_ROUND.get(str(options.get("packing_format")), name)
     method = METHODS.get(name) if isinstance(name, str) else None
     architectures = method.of_architectures if method is not None else ()
     if method is None or (architectures and raw.get("model_type") not in architectures):
@@ -217,16 +234,16 @@ def quantization_of(raw: Mapping[str, Any], source: str) -> Quantization | None:
             f"{source}: weights quantized by {name!r} are not read, those of {known} are; take the float checkpoint, "
             "or a GGUF file"
         )
-    problem = method.problem(given)
+    problem = method.problem(options)
     if problem is not None:
         raise ImportModelError(
             f"{source}: of weights quantized by {name} {problem}; take the float checkpoint, or a GGUF file"
         )
-    return Quantization(method, given)
+    return Quantization(method, options)
 
 
 def without_empty_biases(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
-    """Without biases of zeros that the architecture has not: some releases of AutoGPTQ write one for each module."""
+    """Drop zero biases that the architecture does not have: some releases of AutoGPTQ write one for each module."""
     expected = expected_weights(config)
     return {
         name: weight

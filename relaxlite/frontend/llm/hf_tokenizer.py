@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, with what tokenizer_config.json and its kin add to it."""
+"""Importer of the tokenizer of a Hugging Face folder: tokenizer.json, tokenizer_config.json and chat templates."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from relaxlite.frontend.llm.checkpoint import TokenizerData
 from relaxlite.frontend.llm.hf_json import read_json
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-DEFAULT = "default"  # the chat template of several that is meant where none is named
+DEFAULT = "default"  # name of the chat template that is used if none is named
 
 
 def read_tokenizer(folder: Path, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> TokenizerData | None:
-    """None without a tokenizer.json. `raw`: config.json, which names tokens, too, as `generation` does.
+    """Read the tokenizer of a folder; None without a tokenizer.json.
 
-    ImportModelError: a file is damaged, or what names a token is none.
+    `raw`: config.json, `generation`: generation_config.json, both of which name special tokens. Raises ImportModelError
+    for malformed files.
     """
     try:
         return _read_tokenizer(folder, raw, generation)
@@ -30,29 +31,29 @@ def _read_tokenizer(folder: Path, raw: Mapping[str, Any], generation: Mapping[st
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
-    result, said = read_json(path), read_json(folder / "tokenizer_config.json")
+    result, settings = read_json(path), read_json(folder / "tokenizer_config.json")
     text = path.read_text("utf-8-sig")
     tokens = result.get("added_tokens") or []
     if not isinstance(tokens, list) or not all(isinstance(token, Mapping) for token in tokens):
         raise ImportModelError(f"{path}: added_tokens must be a list of objects, one for each token")
-    added = _more_tokens(result, said)
+    added = _configured_tokens(result, settings)
     if added:
         result["added_tokens"] = [*(result.get("added_tokens") or ()), *added]
-    was_closed = said.get("add_eos_token") is not True and _leave_open(result)
-    if added or was_closed:
+    has_dropped_ends = settings.get("add_eos_token") is not True and _drop_end_tokens(result)
+    if added or has_dropped_ends:
         text = json.dumps(result, ensure_ascii=False)
-    special = _special_tokens(said, read_json(folder / "special_tokens_map.json"))
-    places = {token.get("content"): token.get("id") for token in result.get("added_tokens") or ()}
-    bos = places.get(special.get("bos_token"), raw.get("bos_token_id"))
-    stop = generation.get("eos_token_id", raw.get("eos_token_id"))
-    stops = [*(stop if isinstance(stop, list) else [stop]), places.get(special.get("eos_token"))]
+    special = _special_tokens(settings, read_json(folder / "special_tokens_map.json"))
+    token_ids = {token.get("content"): token.get("id") for token in result.get("added_tokens") or ()}
+    bos = token_ids.get(special.get("bos_token"), raw.get("bos_token_id"))
+    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+    stops = [*(eos if isinstance(eos, list) else [eos]), token_ids.get(special.get("eos_token"))]
     for name, token in (("bos_token_id", bos), *(("eos_token_id", token) for token in stops)):
         if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
             raise ImportModelError(f"{folder}: {name} is {token!r}; it must be the number of a token")
-    adds_bos = said.get("add_bos_token")
+    adds_bos = settings.get("add_bos_token")
     if adds_bos is None:
-        adds_bos = _first_of_template(result.get("post_processor")) == special.get("bos_token", "")
-    templates = _chat_templates(folder, said)
+        adds_bos = _first_special_token(result.get("post_processor")) == special.get("bos_token", "")
+    templates = _chat_templates(folder, settings)
     return TokenizerData(
         text,
         templates.pop(DEFAULT, None),
@@ -64,30 +65,32 @@ def _read_tokenizer(folder: Path, raw: Mapping[str, Any], generation: Mapping[st
     )
 
 
-def _more_tokens(made: Mapping[str, Any], said: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tokens that tokenizer_config.json adds to those of tokenizer.json."""
-    decoder = said.get("added_tokens_decoder")
+def _configured_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List the tokens that tokenizer_config.json adds to those of tokenizer.json."""
+    decoder = settings.get("added_tokens_decoder")
     if not isinstance(decoder, Mapping):
         return []
-    known = {token.get("content") for token in made.get("added_tokens") or ()}
-    taken = {token.get("id") for token in made.get("added_tokens") or ()}
+    known = {token.get("content") for token in tokenizer.get("added_tokens") or ()}
+    taken_ids = {token.get("id") for token in tokenizer.get("added_tokens") or ()}
     result = []
-    for number, token in decoder.items():
-        if not isinstance(token, Mapping) or not str(number).isdecimal():
+    for token_id, token in decoder.items():
+        if not isinstance(token, Mapping) or not str(token_id).isdecimal():
             continue
-        if token.get("content") in known or int(number) in taken or not token.get("content"):
+        if token.get("content") in known or int(token_id) in taken_ids or not token.get("content"):
             continue
         flags = {flag: bool(token.get(flag, False)) for flag in ("single_word", "lstrip", "rstrip", "special")}
         normalized = bool(token.get("normalized", not flags["special"]))
-        result.append({"id": int(number), "content": token["content"], **flags, "normalized": normalized})
+        result.append({"id": int(token_id), "content": token["content"], **flags, "normalized": normalized})
     return sorted(result, key=lambda token: token["id"])
 
 
-def _leave_open(made: Mapping[str, Any]) -> bool:
-    """Take the special tokens out that a post-processor puts behind a text (Command R's), as a prompt is to go on.
-    Whether there were any."""
+def _drop_end_tokens(tokenizer: Mapping[str, Any]) -> bool:
+    """Remove the special tokens that a post-processor appends to a text (Command R), as a prompt has to be continued.
+
+    Modify `tokenizer` in place; return whether there were any.
+    """
     changed = False
-    for step in _steps(made.get("post_processor")):
+    for step in _processor_steps(tokenizer.get("post_processor")):
         pieces = step.get("single") or []
         while len(pieces) > 1 and "SpecialToken" in pieces[-1]:
             pieces.pop()
@@ -96,22 +99,24 @@ def _leave_open(made: Mapping[str, Any]) -> bool:
 
 
 def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
-    """What chat templates may call tokens by, of the first file that says it: `bos_token` and the like, and the names
-    that a checkpoint has for others (Gemma 3's `boi_token`)."""
+    """Return the tokens that chat templates name: `bos_token` and the like, and `extra_special_tokens`.
+
+    The first of the files that defines a name counts.
+    """
     result: dict[str, str] = {}
-    for said in sources:
-        extra = said.get("extra_special_tokens")
+    for settings in sources:
+        extra = settings.get("extra_special_tokens")
         own = extra.items() if isinstance(extra, Mapping) else ()
-        for name, token in [*((name, said.get(name)) for name in _SPECIAL), *own]:
+        for name, token in [*((name, settings.get(name)) for name in _SPECIAL), *own]:
             if token and (isinstance(token, str) or (isinstance(token, Mapping) and token.get("content"))):
-                result.setdefault(name, _text(token))
+                result.setdefault(name, _token_text(token))
     return result
 
 
-def _chat_templates(folder: Path, said: Mapping[str, Any]) -> dict[str, str]:
-    """By name: in files of their own, or in tokenizer_config.json, there perhaps several."""
+def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return chat templates by name, from files of their own or from tokenizer_config.json."""
     result: dict[str, Any] = {}
-    template = said.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    template = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
         result = {str(t.get("name")): t.get("template") for t in template if isinstance(t, Mapping)}
         result.setdefault(DEFAULT, next(iter(result.values()), None))
@@ -131,19 +136,19 @@ def _read_text(path: Path) -> str:
         raise ImportModelError(f"{path}: cannot be read: {error}") from error
 
 
-def _first_of_template(processor: Any) -> str | None:
-    """The special token that a post-processor of tokenizer.json puts before a text."""
-    for step in _steps(processor):
+def _first_special_token(processor: Any) -> str | None:
+    """Return the special token that a post-processor of tokenizer.json prepends to a text."""
+    for step in _processor_steps(processor):
         pieces = step.get("single") or ()
         if pieces and "SpecialToken" in pieces[0]:
             return str(pieces[0]["SpecialToken"]["id"])
     return None
 
 
-def _steps(processor: Any) -> Iterable[Any]:
-    """Of a post-processor, which may be a sequence of some."""
+def _processor_steps(processor: Any) -> Iterable[Any]:
+    """Return the steps of a post-processor, which may be a sequence."""
     return processor.get("processors", [processor]) if isinstance(processor, Mapping) else ()
 
 
-def _text(token: Any) -> str:
+def _token_text(token: Any) -> str:
     return str(token["content"] if isinstance(token, Mapping) else token)

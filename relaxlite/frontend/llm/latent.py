@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): of each token one narrow vector is kept, of which every
-head makes its keys and values.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with one KV head for all heads.
 
-Keys are never made: a head's product with its queries is one of the vector itself with queries that went through the
-head's matrix before, and values come of the sum of vectors, not of each one. So attention has one head of keys, of the
-vector and of the few elements that the rotary embedding turns, and a step reads of a token of DeepSeek-V2-Lite 1,088
+A narrow vector per token is cached, of which keys and values of all heads are projections. Keys and values are never
+materialized ("absorbed" projections): queries are multiplied by the key projection of their head, which makes the
+vector itself the key; the value projection is applied to the weighted sum of vectors. Attention thus has one KV head,
+of the vector and of the few elements under the rotary embedding. Of a token of DeepSeek-V2-Lite a step reads 1,088
 numbers in place of 5,120.
 """
 
@@ -23,30 +23,32 @@ if TYPE_CHECKING:
 
 
 def latent_attention(d: Decoder, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
-    """What all heads of a layer found, side by side: [..., heads * width]"""
-    c, net, name = d.config, d.config.latent, f"layers.{k}"
-    assert net is not None
+    """Emit the attention of layer `k` up to its output projection: [..., heads * width]."""
+    c, mla, name = d.config, d.config.latent, f"layers.{k}"
+    assert mla is not None
     rope = c.rope_of(k)
     assert rope is not None
-    given = x
-    if net.query_rank is not None:
+    query_input = x
+    if mla.query_rank is not None:
         down = d.linear(f"{name}.q_down", x, c.has_qkv_bias)
-        given = d.op("rms_norm", down, d.vector(f"{name}.q_down_norm"), epsilon=net.norm_epsilon)
-    q = d.heads(d.linear(f"{name}.q", given), c.heads, net.plain + net.turned)
-    kept = d.linear(f"{name}.kv_down", x, c.has_qkv_bias, is_kept=True)
-    latent = d.op("rms_norm", _part(d, kept, 0, net.rank), d.vector(f"{name}.kv_norm"), epsilon=net.norm_epsilon)
-    latent = d.heads(latent, 1, net.rank)
-    turned = d.rotate(d.heads(_part(d, kept, net.rank, net.turned), 1, net.turned), positions, rope)
-    through = _by_head(d, [f"{name}.latent_keys.{h}" for h in range(c.heads)], _part(d, q, 0, net.plain))
-    queries = d.op("concat", through, d.rotate(_part(d, q, net.plain, net.turned), positions, rope), axis=-1)
-    result = mix(k, queries, d.op("concat", latent, turned, axis=-1), latent)
+        query_input = d.op("rms_norm", down, d.vector(f"{name}.q_down_norm"), epsilon=mla.norm_epsilon)
+    q = d.heads(d.linear(f"{name}.q", query_input), c.heads, mla.plain + mla.turned)
+    cached = d.linear(f"{name}.kv_down", x, c.has_qkv_bias, is_cached=True)
+    latent = d.op("rms_norm", _part(d, cached, 0, mla.rank), d.vector(f"{name}.kv_norm"), epsilon=mla.norm_epsilon)
+    latent = d.heads(latent, 1, mla.rank)
+    rope_key = d.rotate(d.heads(_part(d, cached, mla.rank, mla.turned), 1, mla.turned), positions, rope)
+    absorbed = _by_head(d, [f"{name}.latent_keys.{h}" for h in range(c.heads)], _part(d, q, 0, mla.plain))
+    queries = d.op("concat", absorbed, d.rotate(_part(d, q, mla.plain, mla.turned), positions, rope), axis=-1)
+    result = mix(k, queries, d.op("concat", latent, rope_key, axis=-1), latent)
     values = _by_head(d, [f"{name}.latent_values.{h}" for h in range(c.heads)], result)
-    return d.op("reshape", values, (*_dims(values)[:-2], c.heads * net.width))
+    return d.op("reshape", values, (*_dims(values)[:-2], c.heads * mla.width))
 
 
 def _by_head(d: Decoder, names: Sequence[str], x: Expr) -> Var:
-    """Each head's row of x [..., heads, in] times the matrix of that name: [..., heads, out]. In blocks that are
-    multiplied in integers, rows are sorted by head, as by expert (mixture.py)."""
+    """Multiply each head's row of x [..., heads, in] by its matrix: [..., heads, out].
+
+    With blocked weights that are multiplied in integers, rows are grouped by head, as by expert (mixture.py).
+    """
     *lead, heads, width = _dims(x)
     rows = product(lead)
     if d.groups_rows and d.can_stack(names):
@@ -55,17 +57,17 @@ def _by_head(d: Decoder, names: Sequence[str], x: Expr) -> Var:
         numbers = d.op("subtract", flat, d.op("multiply", d.op("floor_divide", flat, count), count))
         by_head = d.op("group_rows", numbers, groups=heads.const)
         order, places, spans = (d.bb.emit(TupleGetItem(by_head, k)) for k in range(3))
-        given = d.op("gather", d.op("reshape", x, (rows * heads, width)), order, axis=0)
-        result = d.grouped(names, given, spans, d.op("gather", numbers, order, axis=0))
+        grouped_rows = d.op("gather", d.op("reshape", x, (rows * heads, width)), order, axis=0)
+        result = d.grouped(names, grouped_rows, spans, d.op("gather", numbers, order, axis=0))
         result = d.op("gather", result, places, axis=0)
     else:
-        turned = d.op("transpose", d.op("reshape", x, (rows, heads, width)), axes=(1, 0, 2))
-        result = d.op("transpose", d.op("matmul", turned, d.stack(names)), axes=(1, 0, 2))
+        head_rows = d.op("transpose", d.op("reshape", x, (rows, heads, width)), axes=(1, 0, 2))
+        result = d.op("transpose", d.op("matmul", head_rows, d.stack(names)), axes=(1, 0, 2))
     return d.op("reshape", result, (*lead, heads, _dims(result)[-1]))
 
 
 def _part(d: Decoder, x: Expr, first: int, count: int) -> Var:
-    """Of the last dimension."""
+    """Slice `count` elements of the last dimension."""
     lead = _dims(x)[:-1]
     return d.op("slice", x, (*(0 for _ in lead), first), (*lead, count))
 

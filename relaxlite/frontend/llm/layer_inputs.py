@@ -1,7 +1,8 @@
-"""What each layer is given of a token beside what the layer before gives (per-layer embeddings of Gemma 3n and 4).
+"""Per-layer embeddings (Gemma 3n and 4): an additional input of each layer for each token.
 
-One table has for every token `layer_input` numbers of each layer. A product of the token's usual embedding, normed, is
-added to them. A layer takes them times a gate that it makes of what it has found, and adds a product of that.
+A table has `layer_input` numbers per token and layer, to which a normed projection of the token embedding is added. A
+layer multiplies its input by a gate, a projection of its hidden state, and adds a projection of the product to that
+state.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """`found` [..., layers, width], of all layers."""
+    """The per-layer inputs of some tokens; `found` is [..., layers, width]."""
 
     decoder: Decoder
     found: Var
 
     @staticmethod
     def of(d: Decoder, tokens: Expr, x: Expr) -> LayerInputs:
-        """For tokens [...] and their scaled embeddings x [..., hidden]."""
+        """Emit the inputs for tokens [...] and their scaled embeddings x [..., hidden]."""
         width = d.config.layer_input
         assert width is not None
         shape = (*_dims(tokens), sym(d.config.layers), sym(width))
-        own = d.op("multiply", d.looked_up("layer_embed", tokens), np.float32(width**0.5))
-        shared = d.op("multiply", d.linear("layer_project", x), np.float32(d.config.hidden**-0.5))
-        normed = d.norm("layer_project_norm", d.op("reshape", shared, shape))
-        both = d.op("add", normed, d.op("reshape", own, shape))
-        return LayerInputs(d, d.op("multiply", both, np.float32(0.5**0.5)))
+        table_rows = d.op("multiply", d.looked_up("layer_embed", tokens), np.float32(width**0.5))
+        projected = d.op("multiply", d.linear("layer_project", x), np.float32(d.config.hidden**-0.5))
+        normed = d.norm("layer_project_norm", d.op("reshape", projected, shape))
+        total = d.op("add", normed, d.op("reshape", table_rows, shape))
+        return LayerInputs(d, d.op("multiply", total, np.float32(0.5**0.5)))
 
     def of_layer(self, k: int, wanted: Expr | None) -> Var:
-        """[..., width], or of the tokens whose places `wanted` [rows] has."""
+        """Slice the input of layer `k`: [..., width], or [rows, width] of the tokens at `wanted` int64 [rows]."""
         d, (*lead, _, width) = self.decoder, _dims(self.found)
         part = d.op("slice", self.found, (*(0 for _ in lead), k, 0), (*lead, sym(1), width))
         flat = d.op("reshape", part, (*lead, width))
@@ -47,7 +48,7 @@ class LayerInputs:
 
 
 def with_layer_input(d: Decoder, k: int, x: Expr, given: Expr) -> Var:
-    """x [..., hidden] with what layer k makes of its input `given` [..., width]."""
+    """Add what layer `k` makes of its input `given` [..., width] to x [..., hidden]."""
     name = f"layers.{k}.input"
     gate = d.activated(d.linear(f"{name}_gate", x))
     return d.op("add", x, d.norm(f"{name}_norm", d.linear(f"{name}_project", d.op("multiply", gate, given))))

@@ -1,8 +1,7 @@
-"""Weights of a float checkpoint into blocks of few bits: bit for bit what llama.cpp's reference quantizers give
-(ggml-quants.c, quantize_row_*_ref).
+"""Quantization of float weights into blocks, bit-identical to llama.cpp's quantize_row_*_ref (ggml-quants.c).
 
-Q4_0, Q5_0: a signed scale from the value of largest magnitude, which so lands on a code exactly. Q4_1, Q5_1: scale and
-offset from the least and the largest value. Q8_0: a scale from the largest magnitude, rounded half away from zero.
+Q4_0, Q5_0: a signed scale from the value of largest magnitude, which becomes a code exactly. Q4_1, Q5_1: scale and
+offset from minimum and maximum. Q8_0: a scale from the largest magnitude, rounded half away from zero.
 """
 
 from __future__ import annotations
@@ -20,23 +19,24 @@ from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 EMBEDDING_FORMAT = "Q8_0"
-"""Of embeddings of tokens, of what is added to them and of logits: few bits there cost far more than they save."""
+"""The format of token embeddings, per-layer embeddings and the head, where fewer bits cost much accuracy."""
 _IN_MORE_BITS = ("embed", "head", "layer_embed", "layer_project")
-_FLOATS = (".router", "positions")  # what chooses experts, and what is added to embeddings
-_ROWS_BYTES = 64 << 20  # of float32 rows converted at once
+_FLOATS = (".router", "positions")  # routers and position embeddings stay floats
+_ROWS_BYTES = 64 << 20  # float32 rows of a chunk
 
 
 def quantize_checkpoint(
     checkpoint: Checkpoint, kind: str, *, progress: Callable[[str], None] = lambda name: None
 ) -> Checkpoint:
-    """Every matrix of floats in blocks of `kind` (a key of QUANTIZERS, in any case), embeddings in EMBEDDING_FORMAT.
+    """Quantize every float matrix to blocks of `kind` (a key of QUANTIZERS, in any case), embeddings to
+    EMBEDDING_FORMAT.
 
-    Vectors stay as they are, and so do matrices in blocks (some checkpoints have all but embeddings so), those whose
-    rows are no whole number of blocks, and those that choose experts or say positions. `progress` is told each matrix.
-    InvalidArgumentError: an unknown kind. ImportModelError: all matrices are in blocks already, one has values that are
-    not finite or too large for a scale in float16; or there is no matrix that could be quantized.
+    Vectors stay as they are, and so do blocked matrices (some checkpoints are quantized except for embeddings),
+    matrices whose rows are no whole number of blocks, routers and position embeddings. `progress` is called with the
+    name of each matrix. Raises InvalidArgumentError for an unknown kind; ImportModelError if all matrices are blocked
+    already, if no matrix can be quantized, or for values that are not finite or too large for a scale in float16.
     """
-    kind = str(kind).upper()  # whatever was given: what is no text is no kind either
+    kind = str(kind).upper()  # arguments of other types are unknown kinds, too
     if kind not in QUANTIZERS:
         known = ", ".join(name.lower() for name in QUANTIZERS)
         raise InvalidArgumentError(f"cannot quantize to {kind.lower()!r}; known are {known}")
@@ -56,13 +56,13 @@ def quantize_checkpoint(
     for name in chosen:
         progress(name)
         weights[name] = quantize(weights[name], EMBEDDING_FORMAT if name in _IN_MORE_BITS else kind, name)
-    kept = f"; {len(floats) - len(chosen)} matrices kept" if len(chosen) < len(floats) else ""
-    kept += f"; {len(matrices) - len(floats)} in {', '.join(formats)} before" if formats else ""
-    return replace(checkpoint, weights=weights, provenance={**checkpoint.provenance, "quantized": f"{kind}{kept}"})
+    note = f"; {len(floats) - len(chosen)} matrices kept" if len(chosen) < len(floats) else ""
+    note += f"; {len(matrices) - len(floats)} in {', '.join(formats)} before" if formats else ""
+    return replace(checkpoint, weights=weights, provenance={**checkpoint.provenance, "quantized": f"{kind}{note}"})
 
 
 def quantize(weight: Weight, kind: str, name: str = "weight") -> Weight:
-    """A float matrix [n, k], k a multiple of 32, in blocks. ImportModelError: see `quantize_checkpoint`."""
+    """Quantize a float matrix [n, k], k a multiple of 32. Raises ImportModelError as `quantize_checkpoint` does."""
     block = BLOCK_FORMATS[kind]
     n, k = weight.shape
     packed = np.empty((n, k // block.size * block.nbytes), np.uint8)
@@ -85,19 +85,20 @@ def _half_bytes(values: Array) -> Array:
 
 
 def _inverse(scale: Array) -> Array:
-    """0 where a scale is 0, or so small that it is 0 in float16 and its inverse infinite."""
+    """Return 1 / scale, or 0 if the inverse is infinite: for a scale of 0, or one that is 0 in float16."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(1) / scale
     return np.where(np.isfinite(inverse), inverse, np.float32(0))
 
 
-def _codes(values: Array, most: int) -> Array:
-    """Truncated, as values are positive and bring their half with them."""
-    return np.clip(np.trunc(values), 0, most).astype(np.uint8)
+def _codes(values: Array, max_code: int) -> Array:
+    """Truncate values, which are positive and include the 0.5 for rounding, to codes."""
+    return np.clip(np.trunc(values), 0, max_code).astype(np.uint8)
 
 
 def _packed(codes: Array, *head: Array, has_fifth_bit: bool) -> Array:
-    """Scales, then the fifth bits, then pairs of nibbles: the first half of a block low, the second high."""
+    """Pack a block: numbers of the `head` as float16, fifth bits, then nibbles, low ones for the first half of the
+    codes."""
     low = codes & 15
     nibbles = low[:, :16] | low[:, 16:] << 4
     fifth = [np.packbits(codes >> 4, axis=1, bitorder="little")] if has_fifth_bit else []
@@ -105,11 +106,12 @@ def _packed(codes: Array, *head: Array, has_fifth_bit: bool) -> Array:
 
 
 def _by_peak(bits: int) -> Callable[[Array], Array]:
+    """Make the quantizer with a signed scale from the value of largest magnitude (Q4_0, Q5_0)."""
     zero = 1 << (bits - 1)  # the code of 0
 
     def quantize_blocks(blocks: Array) -> Array:
         peak = np.take_along_axis(blocks, abs(blocks).argmax(axis=1, keepdims=True), axis=1)
-        peak = np.where(peak == 0, np.float32(0), peak)  # not -0, as the reference has it
+        peak = np.where(peak == 0, np.float32(0), peak)  # not -0, as in the reference
         scale = peak / np.float32(-zero)
         codes = _codes(blocks * _inverse(scale) + np.float32(zero + 0.5), 2 * zero - 1)
         return _packed(codes, scale, has_fifth_bit=bits == 5)
@@ -118,13 +120,14 @@ def _by_peak(bits: int) -> Callable[[Array], Array]:
 
 
 def _by_range(bits: int) -> Callable[[Array], Array]:
-    most = (1 << bits) - 1
+    """Make the quantizer with scale and offset from minimum and maximum (Q4_1, Q5_1)."""
+    max_code = (1 << bits) - 1
 
     def quantize_blocks(blocks: Array) -> Array:
-        least = np.take_along_axis(blocks, blocks.argmin(axis=1, keepdims=True), axis=1)  # the first of 0 and -0
-        scale = (blocks.max(axis=1, keepdims=True) - least) / np.float32(most)
-        codes = _codes((blocks - least) * _inverse(scale) + np.float32(0.5), most)
-        return _packed(codes, scale, least, has_fifth_bit=bits == 5)
+        minimum = np.take_along_axis(blocks, blocks.argmin(axis=1, keepdims=True), axis=1)  # the first of 0 and -0
+        scale = (blocks.max(axis=1, keepdims=True) - minimum) / np.float32(max_code)
+        codes = _codes((blocks - minimum) * _inverse(scale) + np.float32(0.5), max_code)
+        return _packed(codes, scale, minimum, has_fifth_bit=bits == 5)
 
     return quantize_blocks
 

@@ -1,18 +1,18 @@
-"""One function for prefill, decode and everything between: tokens of several sequences, appended to a paged cache.
+"""The step of a decoder over a paged KV cache: one function for prefill, decode and mixtures of both.
 
     main(tokens int64[n], positions int64[n], slots int64[n], table int32[b, m], blocks int64[w, 6], wanted int64[r],
          keys_0, values_0, ...) -> logits float32[r, vocab]
 
-Tokens of all sequences stand one after another, without padding; what positions, slots, table and blocks say of them
-runtime/kv_cache.py makes, and the ops kv_append and paged_attention explain. `wanted` are the rows whose logits are
-asked for. A layer that convolves has convolved_K in place of keys and values, one that reads those of another layer has
-no pools. Where layers have states (delta_net.py,
-mamba.py), `spans` int64[b, 4] follow the blocks, and tails_K, states_K all other pools. The pools are donated: a call
-writes the new tokens' into the caller's arrays. A change of any of this is another STEP_VERSION.
+Tokens of all sequences are concatenated without padding; positions, slots, table and blocks describe them (made by
+runtime/kv_cache.py, explained at the ops kv_append and paged_attention). `wanted` are the rows whose logits are
+computed. A layer with a convolution has convolved_K in place of keys and values; a layer that reads the keys and values
+of another one has no pools. If layers have states (delta_net.py, mamba.py), `spans` int64[b, 4] follow the blocks, and
+tails_K, states_K all other pools. Pools are donated: a call writes new tokens into the caller's arrays. Any change of
+this signature requires another STEP_VERSION.
 
-Where `has_fill`, there is a second function, which takes the same but `wanted` and gives nothing: it only fills the
-cache, without layers at the end that keep nothing there, and may compute products more coarsely
-(passes/graph/integer_products.py, passes/products/int16_products.py), as nobody sees logits of these tokens.
+With `has_fill` the module has a second function, which takes the same arguments but `wanted` and returns no logits: it
+fills the cache only, without the last layers if these cache nothing, and in relaxed precision
+(passes/graph/integer_products.py, passes/products/int16_products.py), as no logits of its tokens are used.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from relaxlite.ir.types import TensorType
 from relaxlite.records import dataclass
 from relaxlite.version import STEP_VERSION
 
-PAGE = 64  # tokens; vectors run along them, so that fewer are slower and more are left empty (measured: 16 to 64)
-BLOCK_ROWS = 64  # queries times heads that share keys
+PAGE = 64  # tokens; kernels vectorize along them, larger pages waste memory (docs/measurements/llm.md)
+BLOCK_ROWS = 64  # queries times query heads per KV head in one attention block
 STEP_TOKENS = 512
 CHUNK = 128
-ROWS_OF_EXPERT = 64  # measured: 0.92 of the speed of 128, 32 have 0.82 of it, 8 have 0.37
-MAX_PARTS = 1024  # that blocks come in beyond one each: four of each of 256 threads
+ROWS_OF_EXPERT = 64  # the number of rows from which products run near full speed (docs/measurements/llm.md)
+MAX_PARTS = 1024  # attention blocks beyond one per sequence: four for each of 256 threads
 CACHE_DTYPES = ("float32", "float16", "int8")
 ENTRY, FILL = "main", "fill"
 POOLS = ("keys_", "values_", "key_scales_", "value_scales_", "convolved_")
-STATES = ("tails_", "states_")  # pools too, with a slot for each state
-_GREATEST = 127  # of an int8
+STATES = ("tails_", "states_")  # pools with a slot for each state
+_INT8_MAX = 127  # largest code of an int8 cache
 
 
 def build_step(
@@ -58,28 +58,33 @@ def build_step(
     has_fill: bool = False,
     groups_rows: bool = False,
 ) -> IRModule:
-    """The module of a checkpoint. A step takes up to `step_tokens` tokens, a cache holds `cache_dtype`. `groups_rows`:
-    of tokens by their experts, for products that are fast in integers only."""
+    """Build the module of a checkpoint.
+
+    `page`: tokens per page. `cache_dtype`: the type of the KV cache, one of CACHE_DTYPES. `step_tokens`: the maximum
+    number of tokens of a step. `has_fill`: add the function that only fills the cache. `groups_rows`: products of
+    experts are grouped matmuls, which are fast for products in integers only. Raises InvalidArgumentError for another
+    `cache_dtype`.
+    """
     if cache_dtype not in CACHE_DTYPES:
         raise InvalidArgumentError(f"a cache holds {', '.join(CACHE_DTYPES)}, not {cache_dtype!r}")
     config, bb = checkpoint.config, BlockBuilder()
     decoder = Decoder(bb, config, checkpoint.weights, groups_rows=groups_rows)
-    fewest = min(config.kv_heads_of(layer) for layer in range(config.layers))
-    block = max(1, BLOCK_ROWS // (config.heads // fewest))
+    min_kv_heads = min(config.kv_heads_of(layer) for layer in range(config.layers))
+    block = max(1, BLOCK_ROWS // (config.heads // min_kv_heads))
     for name in (ENTRY, FILL) if has_fill else (ENTRY,):
         types = _parameters(bb, config, page, cache_dtype, step_tokens, has_wanted=name == ENTRY)
-        given = [k for k, parameter in enumerate(types) if parameter.startswith((*POOLS, *STATES))]
+        pool_indices = [k for k, parameter in enumerate(types) if parameter.startswith((*POOLS, *STATES))]
         outputs = ("logits",) if name == ENTRY else ()
-        marks = {EXPORTED: True, RELAXED_PRECISION: True} if name == FILL else {}
-        names = {INPUT_NAMES: tuple(types), OUTPUT_NAMES: (*outputs, *list(types)[given[0] :])}
-        attrs = Attrs({DONATED: tuple(given), **names, **marks})
+        relaxed_attrs = {EXPORTED: True, RELAXED_PRECISION: True} if name == FILL else {}
+        names = {INPUT_NAMES: tuple(types), OUTPUT_NAMES: (*outputs, *list(types)[pool_indices[0] :])}
+        attrs = Attrs({DONATED: tuple(pool_indices), **names, **relaxed_attrs})
         with bb.function(name, attrs, **types) as params:
-            of = dict(zip(types, params, strict=True))
+            by_name = dict(zip(types, params, strict=True))
             tokens, positions, slots, table, blocks = params[:5]
-            wanted = of.get("wanted")
-            layers = decoder.in_function(is_coarse=name == FILL)
-            pools = dict(list(of.items())[given[0] :])
-            mix = Cached(layers, pools, slots, table, blocks, block, of.get("spans"))
+            wanted = by_name.get("wanted")
+            layers = decoder.in_function(is_relaxed=name == FILL)
+            pools = dict(list(by_name.items())[pool_indices[0] :])
+            mix = Cached(layers, pools, slots, table, blocks, block, by_name.get("spans"))
             hidden = layers.hidden(tokens, positions, mix, wanted)
             bb.result(Tuple((*([layers.logits(hidden)] if name == ENTRY else []), *mix.pools.values())))
     facts = {
@@ -92,17 +97,21 @@ def build_step(
 
 
 def _chunk(experts: Experts | None) -> int:
-    """How many tokens of a long prompt a step is best given: more take memory, and 10 to 20 % more time as caches
-    overflow; but with fewer tokens for each expert, products wait for its weights."""
+    """Return the number of tokens in which a long prompt is best split.
+
+    Larger chunks take memory and overflow the CPU's caches (docs/measurements/llm.md); but with few tokens per expert,
+    products wait for the experts' weights.
+    """
     if experts is None:
         return CHUNK
-    enough = ROWS_OF_EXPERT * experts.count // experts.chosen
-    return max(CHUNK, -(-enough // CHUNK) * CHUNK)
+    min_tokens = ROWS_OF_EXPERT * experts.count // experts.chosen
+    return max(CHUNK, -(-min_tokens // CHUNK) * CHUNK)
 
 
 def _parameters(
     bb: BlockBuilder, config: DecoderConfig, page: int, cache_dtype: str, step_tokens: int, *, has_wanted: bool
 ) -> dict[str, TensorType]:
+    """Return the names and types of a function's parameters."""
     n = bb.symbol("n", lower=1, upper=step_tokens)
     batch = bb.symbol("batch", lower=1, upper=step_tokens)
     blocks = bb.symbol("blocks", lower=1, upper=step_tokens + MAX_PARTS)
@@ -122,23 +131,24 @@ def _parameters(
     for layer in range(config.layers):
         types |= _pools(layer, pages, config, page, cache_dtype)
     if config.states is not None:
-        slots, of = bb.symbol("states", lower=1), config.states
+        slots, layout = bb.symbol("states", lower=1), config.states
         shapes = {
-            "tails": (1, slots, of.length - 1, of.channels),
-            "states": (of.heads, slots, of.key_width, of.width),
+            "tails": (1, slots, layout.length - 1, layout.channels),
+            "states": (layout.heads, slots, layout.key_width, layout.width),
         }
         for layer in range(config.layers):
-            if of.layers[layer]:
+            if layout.layers[layer]:
                 types |= {f"{name}_{layer}": TensorType.of(shape, "float32") for name, shape in shapes.items()}
     return types
 
 
 def _pools(layer: int, pages: SymVar, config: DecoderConfig, page: int, dtype: str) -> dict[str, TensorType]:
+    """Return the names and types of a layer's pools."""
     if config.mixing(layer) in ("delta", "mamba") or config.keys_from(layer) != layer:
         return {}
-    if config.mixing(layer) == "convolution":  # numbers of 8 bits would need a scale for each channel
-        kept = "float16" if dtype == "float16" else "float32"
-        return {f"convolved_{layer}": TensorType.of((1, pages, page, config.hidden), kept)}
+    if config.mixing(layer) == "convolution":  # int8 would need a scale per channel
+        pool_dtype = "float16" if dtype == "float16" else "float32"
+        return {f"convolved_{layer}": TensorType.of((1, pages, page, config.hidden), pool_dtype)}
     heads, width = config.kv_heads_of(layer), config.head_width_of(layer)
     result = {
         f"keys_{layer}": TensorType.of((heads, pages, width, page), dtype),
@@ -150,9 +160,9 @@ def _pools(layer: int, pages: SymVar, config: DecoderConfig, page: int, dtype: s
     return result
 
 
-@lru_cache(maxsize=4)  # one array of all layers, which a compiled model then holds once
+@lru_cache(maxsize=4)  # one array for all layers, which a compiled model stores once
 def _signs(width: int, size: int) -> np.ndarray[Any, Any]:
-    """Random signs, as large as a Walsh-Hadamard matrix of `size` needs to be orthogonal."""
+    """Return random signs [width], divided by size**0.5, which makes a Walsh-Hadamard matrix of `size` orthogonal."""
     array = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), width) / size**0.5
     array = array.astype(np.float32)
     array.flags.writeable = False
@@ -161,7 +171,7 @@ def _signs(width: int, size: int) -> np.ndarray[Any, Any]:
 
 @dataclass(slots=True)
 class Cached:
-    """A `Mixer` over the cache. `pools` are the latest contents by the names of the parameters, in their order."""
+    """A `Mixer` over the cache. `pools`: the latest contents by the names of parameters, in their order."""
 
     decoder: Decoder
     pools: dict[str, Var]
@@ -188,14 +198,15 @@ class Cached:
         )  # fmt: skip
 
     def _append(self, names: Sequence[str], k: Expr, v: Expr) -> None:
-        """Keys and values (n, heads, width) to the pools of these names, which are theirs and maybe those of scales."""
+        """Append keys and values (n, heads, width) to the pools of these names: keys, values and, for int8, their
+        scales."""
         d, (keys, values, *scales) = self.decoder, (self.pools[name] for name in names)
         assert isinstance(keys.ty, TensorType)
         (k, key_scale), (v, value_scale) = (self._stored(x, keys.ty.dtype) for x in (k, v))
         result = [d.op("kv_append", keys, k, self.slots, turned=True), d.op("kv_append", values, v, self.slots)]
         if scales:
-            news = zip(scales, (key_scale, value_scale), strict=True)
-            result += [d.op("kv_append", pool, new, self.slots) for pool, new in news]
+            new_scales = zip(scales, (key_scale, value_scale), strict=True)
+            result += [d.op("kv_append", pool, new, self.slots) for pool, new in new_scales]
         self.pools |= zip(names, result, strict=True)
 
     def convolved(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
@@ -205,8 +216,8 @@ class Cached:
         pool = self.pools[name]
         assert isinstance(pool.ty, TensorType)
         row = d.op("expand_dims", x, axes=(1,))
-        kept = row if pool.ty.dtype == "float32" else d.op("cast", row, dtype=pool.ty.dtype)
-        self.pools[name] = d.op("kv_append", pool, kept, self.slots)
+        stored = row if pool.ty.dtype == "float32" else d.op("cast", row, dtype=pool.ty.dtype)
+        self.pools[name] = d.op("kv_append", pool, stored, self.slots)
         return d.op("paged_convolution", self.pools[name], weight, x, self.table, self.blocks)
 
     def remembered(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
@@ -216,26 +227,28 @@ class Cached:
         return self._with_state("gated_linear_attention", f"states_{layer}", q, k, v, decay, beta, **attrs)
 
     def _with_state(self, op: str, name: str, *operands: Any, **attrs: Any) -> Var:
-        """What an op gives whose state lies in that pool, which then has the new one."""
-        both = self.decoder.op(op, *operands, self.pools[name], self.spans, **attrs)
-        result, self.pools[name] = (self.decoder.bb.emit(TupleGetItem(both, k)) for k in (0, 1))
+        """Emit an op on a state in pool `name`, and replace the pool by the new state."""
+        results = self.decoder.op(op, *operands, self.pools[name], self.spans, **attrs)
+        result, self.pools[name] = (self.decoder.bb.emit(TupleGetItem(results, k)) for k in (0, 1))
         return result
 
     def _rotated(self, x: Expr) -> Expr:
-        """Times an orthogonal matrix: queries and keys that both are have the same products, and no element of a key is
-        much larger than others, which would spoil these in 8 bits (Ashkboos et al., "QuaRot", arXiv 2404.00456). Signs,
-        and the Walsh-Hadamard matrix of the largest power of two that divides the width. As every row is added up
-        alike, a token beside others is stored as it is alone."""
+        """Multiply queries or keys by an orthogonal matrix: random signs, then a Walsh-Hadamard matrix.
+
+        Products of rotated queries and keys are unchanged, and no element of a key dominates the others, which would
+        spoil the rest in 8 bits (Ashkboos et al., "QuaRot", arXiv 2404.00456). The matrix has the size of the largest
+        power of two that divides the width. All rows are summed alike, so a token is stored in a batch as it is alone.
+        """
         assert isinstance(x.ty, TensorType) and x.ty.shape is not None
         d, width = self.decoder, x.ty.shape[-1].const
         size = width & -width
         return d.op("walsh_hadamard", d.op("multiply", x, _signs(width, size)), size=size)
 
     def _stored(self, x: Expr, dtype: str) -> tuple[Expr, Expr | None]:
-        """Keys or values (n, heads, width) as the cache holds them, and the scale (n, heads, 1) of each for int8."""
+        """Convert keys or values (n, heads, width) to the cache's type; for int8, with scales (n, heads, 1)."""
         d = self.decoder
         if dtype != "int8":
             return (x if dtype == "float32" else d.op("cast", x, dtype=dtype)), None
-        most = d.op("max", d.op("abs", x), axes=(-1,), keepdims=True)
-        scale = d.op("divide", d.op("maximum", most, np.float32(1e-30)), np.float32(_GREATEST))
+        absmax = d.op("max", d.op("abs", x), axes=(-1,), keepdims=True)
+        scale = d.op("divide", d.op("maximum", absmax, np.float32(1e-30)), np.float32(_INT8_MAX))
         return d.op("cast", d.op("round", d.op("divide", x, scale)), dtype="int8"), scale

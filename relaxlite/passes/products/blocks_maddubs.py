@@ -1,4 +1,4 @@
-"""Products with blocked weights by maddubs, pairs of bytes (SSSE3, AVX2; codegen/llvm/byte_pairs.py).
+"""Products with blocked weights by maddubs, pairs of bytes (SSSE3, AVX2; codegen/llvm/maddubs.py).
 
 The correction for zero points is a sum of x for each block of a row, to be broadcast for every few columns. Instead,
 zero points are subtracted from the codes, which become signed, and a pass over the rows adds SIGN to the bytes of x,
@@ -173,7 +173,7 @@ class _ByteActivations:
 
 
 def _one_chain(part: Sum) -> Scalar:
-    """Return a sum in one chain: with maddubs only the final additions depend on each other."""
+    """Return a sum in one chain: maddubs products do not depend on each other."""
     total = Scalar(part.start)
     for q, code in enumerate(part.codes):
         total = _dot(total, code, part.greatest, part.word(sym(q)), SIGN)

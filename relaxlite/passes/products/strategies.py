@@ -27,11 +27,18 @@ class ProductStrategies:
         return [strategy for strategy in self._all if strategy.is_for(function)]
 
 
-def strategy_for(sites: Sequence[CallSite], ways: Sequence[WeightStrategy]) -> WeightStrategy | None:
+def strategy_for(sites: Sequence[CallSite], strategies: Sequence[WeightStrategy]) -> WeightStrategy | None:
     """Return the first strategy that all calls may take, judged without reading their weights; None: there is none."""
-    return next((w for w in ways if all(would_take(w, site.program, site.call.args) for site in sites)), None)
+    return next(
+        (
+            strategy
+            for strategy in strategies
+            if all(would_take(strategy, site.program, site.call.args) for site in sites)
+        ),
+        None,
+    )
 
 
-def strategies_fit_for(site: CallSite, ways: Sequence[WeightStrategy]) -> tuple[str, ...]:
+def strategies_fit_for(site: CallSite, strategies: Sequence[WeightStrategy]) -> tuple[str, ...]:
     """Return the names of the strategies that the products of a call may take, if these are many enough to pay."""
-    return tuple(strategy.name for strategy in ways if is_fit(strategy, site.program, site.call.args))
+    return tuple(strategy.name for strategy in strategies if is_fit(strategy, site.program, site.call.args))

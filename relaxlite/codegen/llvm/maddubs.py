@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.codegen.llvm.widths import widest_lanes
 from relaxlite.ir.intrinsics import DOT4_PACKED_U8S8, MAX_MADDUBS_PRODUCT
@@ -25,30 +25,32 @@ _ONES = 0x01010101
 
 
 @dataclass(frozen=True, slots=True)
-class PairInstructions:
+class MaddIntrinsics:
     """Intrinsics of one vector width, and the target feature that they need."""
 
     feature: str
-    pairs: str  # pmaddubsw
-    sums: str  # pmaddwd
+    maddubs: str  # pmaddubsw
+    maddwd: str  # pmaddwd
 
 
-INSTRUCTIONS: Mapping[int, PairInstructions] = {  # by vector width in bits, widest first
-    512: PairInstructions("avx512bw", "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
-    256: PairInstructions("avx2", "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
-    128: PairInstructions("ssse3", "llvm.x86.ssse3.pmadd.ub.sw.128", "llvm.x86.sse2.pmadd.wd"),
+MADD_INTRINSICS: Mapping[int, MaddIntrinsics] = {  # by vector width in bits, widest first
+    512: MaddIntrinsics("avx512bw", "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
+    256: MaddIntrinsics("avx2", "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
+    128: MaddIntrinsics("ssse3", "llvm.x86.ssse3.pmadd.ub.sw.128", "llvm.x86.sse2.pmadd.wd"),
 }
 
 
-def pair_lanes(target: Target, lanes: int) -> int:
+def maddubs_lanes(target: Target, lanes: int) -> int:
     """Number of 32-bit lanes per instruction, the most that divide `lanes`; 0 where the target lacks pmaddubsw or has
     VNNI."""
     if target.has_dp4a:
         return 0
-    return widest_lanes(target, lanes, lambda bits: target.has(INSTRUCTIONS[bits].feature))
+    return widest_lanes(target, lanes, lambda bits: target.has(MADD_INTRINSICS[bits].feature))
 
 
-def emit_dots(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val], width: int) -> Val:
+def emit_dp4a_chain(
+    k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val], width: int
+) -> Val:
     """Emit a chain of dp4a over packed int32, `width` lanes at a time; its int16 sums are shared by the whole chain."""
     bounds: list[tuple[int, int]] = []
     operand_pairs: list[tuple[Value, Value]] = []
@@ -66,7 +68,7 @@ def emit_dots(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value],
             sums.add(a, b, *bound)
         return sums.total()
 
-    return k.e.by_parts([k.e.splat(x, k.lanes) for x in operands], width, chain)
+    return k.e.by_subvectors([k.e.splat(x, k.lanes) for x in operands], width, chain)
 
 
 class _Sums:
@@ -74,7 +76,7 @@ class _Sums:
 
     def __init__(self, e: Emitter, total: Val) -> None:
         self._e, self._total = e, total
-        self._instructions = INSTRUCTIONS[32 * total.lanes]
+        self._instructions = MADD_INTRINSICS[32 * total.lanes]
         self._pending: dict[int, tuple[Val, int]] = {}  # factor -> (sum of pairs, bound of its products)
 
     def add(self, a: Val, b: Val, max_a: int, max_b: int) -> None:
@@ -97,16 +99,16 @@ class _Sums:
         if factor in self._pending and self._pending[factor][1] + bound > MAX_MADDUBS_PRODUCT:
             self._flush(factor)
         operands = [e.op(f"bitcast {x} to <{4 * lanes} x i8>", "i8", 4 * lanes) for x in (a, b)]
-        pairs = e.call(self._instructions.pairs, operands, "i16", 2 * lanes, "pairs")
+        pair_sums = e.call(self._instructions.maddubs, operands, "i16", 2 * lanes, "pairs")
         if factor in self._pending:
             pending, pending_bound = self._pending[factor]
-            pairs, bound = e.binary("add", pending, pairs), pending_bound + bound
-        self._pending[factor] = pairs, bound
+            pair_sums, bound = e.binary("add", pending, pair_sums), pending_bound + bound
+        self._pending[factor] = pair_sums, bound
 
     def _flush(self, factor: int) -> None:
-        pairs, _ = self._pending.pop(factor)
-        factors = self._e.splat(int_const(factor, "i16"), pairs.lanes)
-        products = self._e.call(self._instructions.sums, [pairs, factors], "i32", self._total.lanes, "sums")
+        pair_sums, _ = self._pending.pop(factor)
+        factors = self._e.splat(int_const(factor, "i16"), pair_sums.lanes)
+        products = self._e.call(self._instructions.maddwd, [pair_sums, factors], "i32", self._total.lanes, "sums")
         self._total = self._e.binary("add", self._total, products)
 
     def _all(self, byte: int) -> Val:

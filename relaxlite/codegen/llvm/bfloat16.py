@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.dots import load_packed
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.codegen.llvm.types import convert, from_memory, to_memory
@@ -17,7 +17,7 @@ _CONVERT = "llvm.x86.avx512bf16"
 _LANES = 16  # of a 512-bit vector of float32; two are rounded to one vector of pairs
 
 
-def emit_narrow(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
+def emit_round_to_bf16(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
     """Round float32 to bfloat16, kept as float32 in the register (types.py), by vcvtneps2bf16 where the target has
     it."""
     e, x = k.e, emit_value(k, value.args[0])
@@ -31,10 +31,10 @@ def emit_narrow(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value
         result = e.call(f"{_CONVERT}.cvtneps2bf16.{32 * width}", [part], "bfloat", width, "narrow")
         return from_memory(e, e.cast("bitcast", result, "i16"), "bfloat16")
 
-    return e.by_parts([x], width, by_instruction)
+    return e.by_subvectors([x], width, by_instruction)
 
 
-def emit_pair(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
+def emit_bf16_pair(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
     """Emit the bits of two bfloat16 as one int32: by one load, by vcvtne2ps2bf16, or by shift and or."""
     packed = load_packed(k, value.args)
     if packed is not None:
