@@ -43,18 +43,20 @@ from relaxlite.passes.products.choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.products.reduction import Block
 from relaxlite.records import dataclass
 
-ENOUGH_ROWS = 6  # for each vector of filters, so that loading these does not hold up the sums
+ENOUGH_ROWS = 6  # for each vector of filters, so that loads of filters do not limit the FMAs
 MAX_ROWS = 8
-ROW_TAILS = (3, 1)  # heights for positions that are left, where their number is not known
-CHEAP_EPILOGUE = 5  # operations after the sum that are written out for every vector of a tile
+ROW_TAILS = (3, 1)  # heights for remaining positions, where their number is unknown
+CHEAP_EPILOGUE = 5  # maximum cost of an epilogue that is unrolled for every vector of a tile
 LONG_SUM = 256  # terms that are added one after another
-SMALL_FILTERS = 2**17  # elements that stay in a core's L2 cache, whatever else passes through it
+SMALL_FILTERS = 2**17  # elements of filters that stay in a core's L2 cache
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Output channels side by side in a tile: `vectors` times `lanes` from `start` on; `masked`: the last vector
-    may be a part of one."""
+    """A run of output channels in a tile: `vectors` x `lanes` channels from `start` on.
+
+    `masked`: the last vector may be partial.
+    """
 
     start: SymExpr
     vectors: int
