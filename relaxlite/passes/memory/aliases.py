@@ -1,13 +1,13 @@
-"""Alias sets: whose memory each value of a function may lie in, and where that memory is used last.
+"""Alias and liveness analysis: the memory that each value of a function may lie in, and its last use.
 
-The *roots* of a value are what may own the memory that it lies in: parameters, constants, and the variables whose value
-is new memory (an allocation, a program called by value). Views, reshapes, MatchShapes, tuples and the results of calls,
-`If`s and `Loop`s have the roots of what they may be, constants of a function that is called among them. Two values may
+The *roots* of a value are the possible owners of its memory: parameters, constants, and the variables whose value is
+new memory (an allocation, a program called by value). Views, reshapes, MatchShapes, tuples and the results of calls,
+`If`s and `Loop`s have the roots of the values that they may be, including constants of called functions. Two values may
 overlap only if they have a root in common.
 
-Lives are measured in *steps*: every binding is one, in the order of the text, an `If` or `Loop` one more at its end.
-One branch's steps come before the other's although only one runs, which makes lives longer than need be, never shorter.
-What is made outside of a loop and used in it is used at the loop's end, for the next iteration reads it again.
+Live ranges are measured in *steps*: every binding is a step, in textual order; an `If` or `Loop` is one more at its
+end. One branch's steps come before the other's although only one runs, so live ranges may be overestimated, never
+underestimated. A root from outside a loop that is used in the loop is used at the loop's end, for the next iteration.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ Roots: TypeAlias = "tuple[Root, ...]"
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The places of a tuple's fields."""
+    """The possible roots of each field of a tuple."""
 
     fields: tuple[_Places, ...]
 
 
 _Places: TypeAlias = "Roots | _Fields"
 
-# Beside calls of programs, what makes new memory. Any other op may give its operands back.
+# Ops that return new memory, as calls of programs do. Any other op may return its operands.
 _NEW_MEMORY = frozenset({"memory.alloc_tensor", "memory.view", "memory.copy"})
 
 
 @dataclass(slots=True)
 class Aliases:
-    """What `find_aliases` found in one function."""
+    """The roots and live ranges of the values of one function (`find_aliases`)."""
 
-    steps: list[Binding]  # that runs at each step; an If or Loop a second time at its end
-    end: int  # the step behind all others, at which the function's result is used
+    steps: list[Binding]  # the binding of each step; an If or Loop again at its end
+    end: int  # the step after all others, which uses the function's result
     _places: dict[Var, _Places]
     _first: dict[Var, int] = field(default_factory=dict)
     _last: dict[Root, int] = field(default_factory=dict)
@@ -72,30 +72,30 @@ class Aliases:
     _carried: dict[Root, None] = field(default_factory=dict)
 
     def roots(self, expr: Expr) -> Roots:
-        """Whose memory the value, or any of a tuple's fields, may lie in."""
+        """Return the roots of a value, or of all fields of a tuple."""
         return _flat(_places_of(expr, self._places))
 
     def may_alias(self, a: Expr, b: Expr) -> bool:
-        """Whether the two may share memory."""
-        others = self.roots(b)
-        return any(root in others for root in self.roots(a))
+        """Whether two values may share memory."""
+        roots_of_b = self.roots(b)
+        return any(root in roots_of_b for root in self.roots(a))
 
     def step(self, var: Var) -> int:
-        """The step that binds the variable; for a loop's parameters that of the loop, -1 for a function's."""
+        """Return the step that binds a variable: the loop's for its parameters, -1 for a function's parameters."""
         return self._first[var]
 
     def last_use(self, root: Root) -> int:
-        """The last step that uses memory of this root under any name: its own if none does, `end` if it leaves."""
+        """Return the last step that uses a root under any name: its own step if none does, `end` if it is returned."""
         return self._last.get(root, self._first[root] if isinstance(root, Var) else self.end)
 
     def is_carried(self, root: Root) -> bool:
-        """Whether memory made in an iteration of a loop lives on in the next, or behind the loop."""
+        """Whether memory allocated in a loop iteration is live in the next one, or after the loop."""
         return root in self._carried
 
     def dies_at(self, var: Var, at: Var) -> bool:
-        """Whether nothing reads the memory of `var` after the step that binds `at`, so that this may overwrite it.
+        """Whether nothing reads the memory of `var` after the step that binds `at`, so that this step may overwrite it.
 
-        Never for memory that the function did not make: what callers pass, constants.
+        False for memory that the function does not own: parameters and constants.
         """
         roots, step = self.roots(var), self.step(at)
         owned = all(isinstance(root, Var) and self._first[root] >= 0 for root in roots)
@@ -107,13 +107,13 @@ class Aliases:
         return any(branch in other and other[branch] != arm for branch, arm in self._arms[a])
 
     def other_branches(self, var: Var) -> list[tuple[int, int]]:
-        """The steps, first and last, of the branches behind the one that binds the variable that run in its place."""
-        result = (self._arm_steps[branch, 1] for branch, arm in reversed(self._arms[var]) if arm == 0)
-        return [(first, last) for first, last in result if first <= last]
+        """Return (first step, last step) of the later branches that run instead of the one that binds the variable."""
+        ranges = (self._arm_steps[branch, 1] for branch, arm in reversed(self._arms[var]) if arm == 0)
+        return [(first, last) for first, last in ranges if first <= last]
 
 
 def find_aliases(function: Function, module: IRModule) -> Aliases:
-    """The alias sets of a function of any stage before "vm"; the module says what its calls call."""
+    """Analyze a function of any stage before "vm"; `module` resolves its calls."""
     places = _FindPlaces(module)
     places.function(function)
     aliases = Aliases([], 0, places.known)
@@ -125,16 +125,16 @@ def find_aliases(function: Function, module: IRModule) -> Aliases:
 
 
 def _own(var: Var, ty: Type) -> _Places:
-    """New memory under this name; a tuple's fields share it, for nothing tells their memory apart."""
+    """Return the places of new memory owned by `var`; the fields of a tuple share one root."""
     if isinstance(ty, TupleType):
         return _Fields(tuple(_own(var, part) for part in ty.fields))
     return () if isinstance(ty, ShapeType | ObjectType) else (var,)
 
 
-def _spread(roots: Roots, ty: Type) -> _Places:
-    """A value of this type any part of which may lie in memory of these roots."""
+def _with_roots(roots: Roots, ty: Type) -> _Places:
+    """Return the places of a value of a type, any part of which may lie in memory of `roots`."""
     if isinstance(ty, TupleType):
-        return _Fields(tuple(_spread(roots, part) for part in ty.fields))
+        return _Fields(tuple(_with_roots(roots, part) for part in ty.fields))
     return () if isinstance(ty, ShapeType | ObjectType) else roots
 
 
@@ -164,12 +164,12 @@ def _places_of(expr: Expr, known: Mapping[Var, _Places]) -> _Places:
 
 
 class _FindPlaces:
-    """`follows`: functions that are called may give back constants of their own."""
+    """Finds the places of all variables. `follows`: whether to include constants that called functions may return."""
 
     def __init__(self, module: IRModule, constants: dict[str, Roots] | None = None, *, follows: bool = True) -> None:
         self._module, self._follows = module, follows
         self.known: dict[Var, _Places] = {}
-        self._constants = {} if constants is None else constants  # that functions may give back, by their names
+        self._constants = {} if constants is None else constants  # that functions may return, by function name
 
     def function(self, function: Function) -> _Places:
         for param in function.params:
@@ -184,7 +184,7 @@ class _FindPlaces:
 
     def _value(self, var: Var, value: Expr) -> _Places:
         if isinstance(value, Call):
-            return _own(var, var.ty) if self._is_new(value) else _spread(self._given(value), var.ty)
+            return _own(var, var.ty) if self._is_new(value) else _with_roots(self._argument_roots(value), var.ty)
         if isinstance(value, If):
             return _join(self.body(value.then_body), self.body(value.else_body))
         return self._loop(value) if isinstance(value, Loop) else _places_of(value, self.known)
@@ -195,14 +195,14 @@ class _FindPlaces:
         callee = self._module.get(call.callee.name) if isinstance(call.callee, GlobalVar) else None
         return isinstance(callee, TensorProgram | ExternFunction)
 
-    def _given(self, call: Call) -> Roots:
-        result = [r for arg in operands(call) for r in _flat(_places_of(arg, self.known))]
+    def _argument_roots(self, call: Call) -> Roots:
+        roots = [r for arg in operands(call) for r in _flat(_places_of(arg, self.known))]
         if self._follows and isinstance(call.callee, GlobalVar):
-            result += self._constants_of(call.callee.name)
-        return tuple(dict.fromkeys(result))
+            roots += self._constants_of(call.callee.name)
+        return tuple(dict.fromkeys(roots))
 
     def _constants_of(self, name: str) -> Roots:
-        """Constants that a function may give back, or those that it calls."""
+        """Return the constants that a function, or a function it calls, may return."""
         constants: dict[Root, None] = {}
         for called in reachable(self._module, [name]):
             callee = self._module[called]
@@ -214,7 +214,7 @@ class _FindPlaces:
         return tuple(constants)
 
     def _loop(self, loop: Loop) -> _Places:
-        """Parameters may be what the loop starts with or what an iteration yields; so may the results."""
+        """Return the places of a loop's results: parameters and results are initial values or yielded ones."""
         places: tuple[_Places, ...] = tuple(_places_of(init, self.known) for init in loop.inits)
         while True:
             self.known.update(zip(loop.params, places, strict=True))
@@ -232,8 +232,8 @@ class _FindPlaces:
 class _FindLives:
     def __init__(self, aliases: Aliases) -> None:
         self._aliases = aliases
-        self._loops: list[dict[Root, None]] = []  # round the present step: the roots from outside that each one uses
-        self._depth: dict[Root, int] = {}  # how many loops are round the step that makes the memory
+        self._loops: list[dict[Root, None]] = []  # loops around the current step: the roots from outside that each uses
+        self._depth: dict[Root, int] = {}  # number of loops around the step that allocates the memory
         self._arms: tuple[tuple[Var, int], ...] = ()
 
     def function(self, function: Function) -> None:
@@ -295,7 +295,7 @@ class _FindLives:
 
 
 def _leaves(value: Expr) -> Iterator[Expr]:
-    """The variables and constants that a value reads itself, not what nested bodies do."""
+    """Yield the variables and constants that a value reads, not counting its nested bodies."""
     if isinstance(value, Var | Constant):
         yield value
     for operand in operands(value):

@@ -1,9 +1,9 @@
-"""Which tensor of an arena lies below which: a search for an order that wastes little at all sizes.
+"""Search for the stacking order of an arena's tensors that wastes little memory at all sizes.
 
 Orders are read off packings at representative values of the symbols: best fit by several priorities, at several values.
-Each is judged at all of these values, by the largest ratio of its arena to the lower bound, the largest sum of tensors
-alive at once. Where none comes close, small changes of the priorities go on from the best ones. All of it is
-deterministic: the search has a budget of steps and a seed.
+Each order is evaluated at all of these values, by the largest ratio of its arena to the lower bound, the largest sum of
+tensors live at once. Where no order is close to the bound, local search changes the priorities of the best ones. The
+search is deterministic: it has a budget of steps and a fixed seed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.records import dataclass
 
-GOOD_RATIO = 1.01  # no search goes on from here
+GOOD_RATIO = 1.01  # ratio at which the search stops
 _SCALES = (16, 1, 2, 100, 512, 1024)
 _CONTRASTS = ((1, 128), (1, 1024), (16, 256), (64, 1024))  # one symbol against the others
 _MAX_VALUATIONS = 40
-_BUDGET, _MAX_STEPS = 80_000, 300  # tensors that the search may place, and changes from one start
-_START_BUDGET = 100_000  # tensors that the starts may place, at fewer valuations where there are many
+_BUDGET, _MAX_STEPS = 80_000, 300  # placements of tensors in the local search, and steps from one start
+_START_BUDGET = 100_000  # placements of tensors by the initial priorities; more tensors, fewer valuations
 _NUM_STARTS = 4
 _KINDS = 4  # of priorities
 
@@ -31,7 +31,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """What needs a place: `size` bytes during the steps of its spans, first and last included, in order."""
+    """A tensor to place: `size` bytes live in the steps of its spans, first and last included, in order."""
 
     size: SymExpr
     spans: tuple[Span, ...]
@@ -49,10 +49,10 @@ class Tenant:
 
 
 class Problem:
-    """Who is alive with whom, and how well an answer does."""
+    """An instance of arena planning: which tenants are live together, and the evaluation of orders."""
 
     def __init__(self, tenants: Sequence[Tenant], samples: np.ndarray) -> None:
-        """`samples`: the room that each tenant takes, at each valuation."""
+        """Build the instance. `samples`: sizes, [tenant, valuation]."""
         self.tenants, self.samples = tenants, samples
         self.neighbours = _neighbours(tenants)
         bounds = _lower_bounds(tenants, samples)
@@ -60,7 +60,7 @@ class Problem:
         self.bounds = bounds[self.judged]
 
     def place(self, priority: Sequence[int], at: int) -> list[int]:
-        """Tenants from the lowest to the highest, after best fit in this order at one valuation."""
+        """Return the tenants from lowest to highest after best-fit placement in `priority` order at valuation `at`."""
         sizes: list[float] = self.samples[:, at].tolist()
         offsets = [-1.0] * len(sizes)
         for k in priority:
@@ -69,7 +69,7 @@ class Problem:
         return sorted(range(len(sizes)), key=lambda k: (offsets[k], k))
 
     def ratios(self, order: Sequence[int]) -> np.ndarray:
-        """Arena against lower bound at each valuation that has one."""
+        """Return the ratio of the arena to the lower bound at each valuation whose bound is positive."""
         ends = np.zeros_like(self.samples)
         done = bytearray(len(order))
         for k in order:
@@ -94,7 +94,7 @@ def _neighbours(tenants: Sequence[Tenant]) -> list[list[int]]:
 
 
 def _lower_bounds(tenants: Sequence[Tenant], samples: np.ndarray) -> np.ndarray:
-    """At each valuation the largest sum of rooms that are in use in one step."""
+    """Return, for each valuation, the largest sum of sizes live in one step."""
     changes = np.zeros((2 + max(tenant.last for tenant in tenants), samples.shape[1]))
     for tenant, sizes in zip(tenants, samples, strict=True):
         for first, last in tenant.spans:
@@ -105,7 +105,7 @@ def _lower_bounds(tenants: Sequence[Tenant], samples: np.ndarray) -> np.ndarray:
 
 
 def _best_gap(taken: list[tuple[float, float]], size: float) -> float:
-    """The beginning of the smallest gap of at least this size between what is taken, or the end of all."""
+    """Return the start of the smallest gap of at least `size` between the taken ranges, or the end of all."""
     end, best, place = 0.0, float("inf"), -1.0
     for low, high in taken:
         if size <= low - end < best:
@@ -118,26 +118,26 @@ def _best_gap(taken: list[tuple[float, float]], size: float) -> float:
 
 
 def valuations(variables: tuple[SymVar, ...]) -> list[dict[SymVar, int]]:
-    """Representative values within the bounds: all of one scale, one against the others, and all upper bounds."""
+    """Return representative values of symbols in their bounds: all at one scale, one against the rest, upper bounds."""
     result: dict[tuple[int, ...], None] = {}
 
-    def add(wanted: Callable[[SymVar], int]) -> None:
-        result[tuple(nearest(v, wanted(v)) for v in variables)] = None
+    def add(value_of: Callable[[SymVar], int]) -> None:
+        result[tuple(nearest(v, value_of(v)) for v in variables)] = None
 
     for scale in _SCALES:
         add(lambda _, scale=scale: scale)  # type: ignore[misc]
     add(lambda v: v.upper if v.upper is not None else _SCALES[-1])
     for small, large in _CONTRASTS:
-        for odd in variables:
-            add(lambda v, a=small, b=large, odd=odd: b if v is odd else a)  # type: ignore[misc]
-            add(lambda v, a=small, b=large, odd=odd: a if v is odd else b)  # type: ignore[misc]
-    for odd in variables:
-        add(lambda v, odd=odd: 0 if v is odd else _CONTRASTS[-1][1])  # type: ignore[misc]
+        for symbol in variables:
+            add(lambda v, a=small, b=large, symbol=symbol: b if v is symbol else a)  # type: ignore[misc]
+            add(lambda v, a=small, b=large, symbol=symbol: a if v is symbol else b)  # type: ignore[misc]
+    for symbol in variables:
+        add(lambda v, symbol=symbol: 0 if v is symbol else _CONTRASTS[-1][1])  # type: ignore[misc]
     return [dict(zip(variables, values, strict=True)) for values in list(result)[:_MAX_VALUATIONS]]
 
 
 def nearest(var: SymVar, value: int) -> int:
-    """The value, or the one next to it that the symbol's bounds and divisor allow."""
+    """Round a value to one that the symbol's bounds and divisor allow."""
     value = max(value, var.lower if var.lower is not None else value)
     value = -(-value // var.divisor) * var.divisor
     return value if var.upper is None else min(value, var.upper // var.divisor * var.divisor)
@@ -148,7 +148,7 @@ def nearest(var: SymVar, value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """Tenants placed in this order at this valuation."""
+    """A solution: the order from placing tenants by `priority` at valuation `at`, with its ratios."""
 
     priority: list[int]
     at: int
@@ -166,10 +166,10 @@ def _try(problem: Problem, priority: list[int], at: int) -> _Candidate:
 
 
 def search(problem: Problem) -> tuple[list[int], float]:
-    """The best order from the lowest to the highest, and its worst ratio."""
+    """Search the best order, from lowest to highest; return it and its worst ratio to the lower bound."""
     starts: dict[int, _Candidate] = {}  # the best of each kind of priority
-    most = max(2, _START_BUDGET // (_KINDS * len(problem.tenants)))
-    for at in range(min(most, problem.samples.shape[1])):
+    max_valuations = max(2, _START_BUDGET // (_KINDS * len(problem.tenants)))
+    for at in range(min(max_valuations, problem.samples.shape[1])):
         for kind, priority in enumerate(priorities(problem, at)):
             result = _try(problem, priority, at)
             if kind not in starts or result.score < starts[kind].score:
@@ -180,26 +180,27 @@ def search(problem: Problem) -> tuple[list[int], float]:
     steps = min(_MAX_STEPS, _BUDGET // (len(problem.tenants) * len(ranked)))
     best = ranked[0]
     for start in ranked:
-        found = _climb(problem, start, steps)
-        best = min(best, found, key=lambda candidate: candidate.score)
+        improved = _climb(problem, start, steps)
+        best = min(best, improved, key=lambda candidate: candidate.score)
         if best.score[0] <= GOOD_RATIO:
             break
     return best.order, best.score[0]
 
 
 def priorities(problem: Problem, at: int) -> Iterator[list[int]]:
-    """Orders in which to place tenants: those first that are hard to place later."""
+    """Yield orders in which to place tenants: the hardest to place first."""
     sizes: list[float] = problem.samples[:, at].tolist()
     lengths = [tenant.last - tenant.first + 1 for tenant in problem.tenants]
-    everyone = range(len(sizes))
-    yield sorted(everyone, key=lambda k: (-lengths[k], -sizes[k], k))
-    yield sorted(everyone, key=lambda k: (-sizes[k] * lengths[k], k))
-    yield sorted(everyone, key=lambda k: (-sizes[k], problem.tenants[k].first))
-    yield sorted(everyone, key=lambda k: (problem.tenants[k].first, -sizes[k]))
+    tenants = range(len(sizes))
+    yield sorted(tenants, key=lambda k: (-lengths[k], -sizes[k], k))
+    yield sorted(tenants, key=lambda k: (-sizes[k] * lengths[k], k))
+    yield sorted(tenants, key=lambda k: (-sizes[k], problem.tenants[k].first))
+    yield sorted(tenants, key=lambda k: (problem.tenants[k].first, -sizes[k]))
 
 
 def _climb(problem: Problem, start: _Candidate, steps: int) -> _Candidate:
-    """Small changes of the priorities, mostly of what makes the arena large; kept where the score gets no worse."""
+    """Improve a candidate by local search: change priorities, mostly on the critical path, where no score gets
+    worse."""
     rng = random.Random(0)
     best, path = start, _critical_path(problem, start)
     for _ in range(steps):
@@ -222,7 +223,7 @@ def _climb(problem: Problem, start: _Candidate, steps: int) -> _Candidate:
 
 
 def _critical_path(problem: Problem, candidate: _Candidate) -> list[int]:
-    """The stack of tenants that makes the arena as large as it is where it does worst, from the highest down."""
+    """Return the stack of tenants, from the highest down, that determines the arena's size at the worst valuation."""
     sizes: list[float] = problem.samples[:, problem.judged[int(candidate.ratios.argmax())]].tolist()
     ends: dict[int, float] = {}
     under: dict[int, int] = {}
