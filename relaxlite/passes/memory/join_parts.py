@@ -1,4 +1,4 @@
-"""Concatenations of contiguous memory disappear: what is joined is computed in its place in the result.
+"""Elimination of contiguous concatenations: operands are computed in their places in the result.
 
     a = memory.alloc_tensor(shape(n))                   y = memory.alloc_tensor(shape(n + m))
     call(f, x, a)                                       a = memory.part(y, shape(0), shape(n))
@@ -7,8 +7,8 @@
     y = memory.alloc_tensor(shape(n + m))               call(g, x, b)
     call(concat, a, b, y)
 
-All operands must be memory that the same body has allocated, each an allocation of its own that does not leave the
-function by itself; and the sizes of the result must be known where the first of them is allocated.
+Each operand must be a whole allocation of the same body that does not escape the function by itself; and the sizes of
+the result must be known where the first operand is allocated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from relaxlite.records import dataclass
 
 
 def join_parts(module: IRModule, context: PassContext) -> IRModule:
-    """Operands of contiguous concatenations are computed inside of the result."""
+    """Compute the operands of contiguous concatenations inside the result, and drop the copies."""
     if not any(program.attrs.get(CONCATENATES) for program in module.programs().values()):
         return module
     definitions: dict[str, Definition] = dict(module)
@@ -57,8 +57,7 @@ def join_parts(module: IRModule, context: PassContext) -> IRModule:
 
 @dataclass(slots=True)
 class _Scope:
-    """What is known where a body stands: symbols, with the number of the binding that defines them (-1: outside), and
-    the allocations of this body, with theirs."""
+    """The symbols and allocations of a body, each with the number of the binding that defines it (-1: outside)."""
 
     symbols: dict[SymVar, int]
     allocations: dict[Var, int] = field(default_factory=dict)
@@ -68,14 +67,14 @@ class _JoinParts:
     def __init__(self, module: IRModule, context: PassContext, function: Function) -> None:
         self._module, self._context, self._function = module, context, function
         self._aliases = find_aliases(function, module)
-        self._before: dict[Var, list[Binding]] = {}  # what is to stand before the binding of a variable
-        self._instead: dict[Var, Binding | None] = {}  # what replaces it, None: nothing
+        self._inserted: dict[Var, list[Binding]] = {}  # bindings to insert before that of a variable
+        self._replaced: dict[Var, Binding | None] = {}  # replacement of the binding; None: drop it
         self._joined: set[Var] = set()
 
     def run(self) -> Function:
         function = self._function
         self._plan(function.body, _defined(function.params))
-        return replace(function, body=self._rewritten(function.body)) if self._instead else function
+        return replace(function, body=self._rewritten(function.body)) if self._replaced else function
 
     # Planning
 
@@ -128,11 +127,13 @@ class _JoinParts:
             return "the result is not allocated in the same body"
         first = min(scope.allocations[owner] for owner in owners)
         assert isinstance(out.ty, TensorType) and out.ty.shape is not None
-        late = [s.name for s in _symbols(out.ty.shape) if scope.symbols.get(s, first) >= first]
-        return f"the size {late[0]} is not known yet where the first operand is computed" if late else None
+        late_symbols = [s.name for s in _symbols(out.ty.shape) if scope.symbols.get(s, first) >= first]
+        return (
+            f"the size {late_symbols[0]} is not known yet where the first operand is computed" if late_symbols else None
+        )
 
     def _owner(self, x: Expr) -> Var | None:
-        """The allocation of whose memory the variable is all."""
+        """Return the allocation that a variable covers completely; None: there is none."""
         roots = self._aliases.roots(x)
         owner = roots[0] if len(roots) == 1 else None
         return owner if isinstance(owner, Var) and _bytes(owner) is _bytes(x) is not None else None
@@ -140,14 +141,14 @@ class _JoinParts:
     def _join(self, owners: list[Var], out: Var, at: Var, scope: _Scope) -> None:
         assert isinstance(out.ty, TensorType) and out.ty.shape is not None
         allocation = get_op("memory.alloc_tensor")(ShapeValue(out.ty.shape), dtype=out.ty.dtype)
-        self._before[min(owners, key=lambda var: scope.allocations[var])] = [Let(out, allocation)]
-        self._instead |= {out: None, at: None}
+        self._inserted[min(owners, key=lambda var: scope.allocations[var])] = [Let(out, allocation)]
+        self._replaced |= {out: None, at: None}
         start = sym(0)
         for owner in owners:
             assert isinstance(owner.ty, TensorType) and owner.ty.shape is not None
             shape = ShapeValue(owner.ty.shape)
             part = get_op("memory.part")(out, ShapeValue((start,)), shape, dtype=owner.ty.dtype)
-            self._instead[owner] = Let(owner, part)
+            self._replaced[owner] = Let(owner, part)
             start = start + product(owner.ty.shape) * dtypes.itemsize(owner.ty.dtype)
         self._joined.update((*owners, out))
 
@@ -161,13 +162,13 @@ class _JoinParts:
         return Body(tuple(blocks), body.result)
 
     def _binding(self, binding: Binding) -> list[Binding]:
-        new: Binding | None = self._instead.get(binding.var, binding)
+        new: Binding | None = self._replaced.get(binding.var, binding)
         if isinstance(new, Let) and isinstance(new.value, If):
             then_body, else_body = self._rewritten(new.value.then_body), self._rewritten(new.value.else_body)
             new = Let(new.var, replace(new.value, then_body=then_body, else_body=else_body))
         elif isinstance(new, Let) and isinstance(new.value, Loop):
             new = Let(new.var, replace(new.value, body=self._rewritten(new.value.body)))
-        return [*self._before.get(binding.var, ()), *([new] if new is not None else [])]
+        return [*self._inserted.get(binding.var, ()), *([new] if new is not None else [])]
 
 
 def _bytes(x: Expr) -> SymExpr | None:

@@ -1,4 +1,4 @@
-"""Scratch memory inside of programs becomes a parameter that the caller allocates, and so part of the memory plan.
+"""Lifting of workspaces: scratch memory of programs becomes parameters that callers allocate, in the memory plan.
 
     def argsort(x, out):                                def argsort(x, out, merged):
         with allocate((n,), "int64") as merged: ...         ...
@@ -6,9 +6,9 @@
     call(argsort, x, y)                                 merged = memory.alloc_tensor(shape(n), dtype="int64")
                                                         call(argsort, x, y, merged)
 
-A workspace is an output that nobody reads: it dies at the call, and the arena has room for the next tensor there. Small
-ones of a known size go to the stack instead. What is allocated in a parallel loop is there once for each thread, and
-how many there are is known only when a call runs: that stays in the program, which takes it from a pool.
+A lifted workspace is an output that nobody reads: it is dead after the call, and the arena reuses its memory. Small
+workspaces of known size go to the stack instead. A workspace in a parallel loop exists once for each thread, and the
+number of threads is known only at run time: it stays in the program, which takes it from a pool.
 """
 
 from __future__ import annotations
@@ -30,43 +30,45 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.context import PassContext
 from relaxlite.records import dataclass
 
-MAX_STACK_BYTES = 4 * 1024  # of a workspace that goes to the stack
-LARGEST_LOCAL = 64 * 1024  # bytes of a local buffer that code generation still puts on the stack
+MAX_STACK_BYTES = 4 * 1024  # maximum size of a workspace on the stack
+LARGEST_LOCAL = 64 * 1024  # maximum size of a local buffer that code generation puts on the stack
 
 _ANALYZER = Analyzer()
 
 
 def lift_workspaces(module: IRModule, context: PassContext) -> IRModule:
-    """Scratch memory of programs becomes parameters that their callers allocate."""
+    """Lift the workspaces of programs to parameters that callers allocate."""
     definitions: dict[str, Definition] = dict(module)
     lifted: dict[str, tuple[Buffer, ...]] = {}
     for name, program in module.programs().items():
-        result = _workspaces(name, program, context)
-        if result.lifted or result.on_stack:
-            definitions[name] = _with_parameters(program, result)
-            lifted[name] = result.lifted
+        workspaces = _workspaces(name, program, context)
+        if workspaces.lifted or workspaces.on_stack:
+            definitions[name] = _with_parameters(program, workspaces)
+            lifted[name] = workspaces.lifted
     if not lifted:
         return module
     return map_functions(module.updated(definitions), lambda f: _PassWorkspaces(module, lifted).function(f))
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Workspaces:
+    """The workspaces of a program to lift, and those to put on the stack."""
+
     lifted: tuple[Buffer, ...]
     on_stack: tuple[Buffer, ...]
 
 
-def _workspaces(name: str, program: TensorProgram, context: PassContext) -> _Found:
+def _workspaces(name: str, program: TensorProgram, context: PassContext) -> _Workspaces:
     lifted: dict[Buffer, None] = {}
     on_stack: dict[Buffer, None] = {}
-    kept: set[Buffer] = set()
+    refused: set[Buffer] = set()
     for allocation, path in _allocations(program.body, ()):
         buffer = allocation.buffer
         nbytes = product(buffer.shape) * dtypes.itemsize(buffer.dtype)
         size = as_int(nbytes)
-        if buffer in kept or buffer in lifted or (buffer.scope == "local" and (size or 0) <= LARGEST_LOCAL):
+        if buffer in refused or buffer in lifted or (buffer.scope == "local" and (size or 0) <= LARGEST_LOCAL):
             continue
-        has_known_shape = None not in map(as_int, buffer.shape)  # which (n, 0) has not, for all its size is 0
+        has_known_shape = None not in map(as_int, buffer.shape)  # (n, 0) has none, although its size is 0
         if has_known_shape and (size or 0) <= MAX_STACK_BYTES and not _has_parallel(allocation.body):
             on_stack[buffer] = None
             continue
@@ -74,10 +76,10 @@ def _workspaces(name: str, program: TensorProgram, context: PassContext) -> _Fou
         if reason is None:
             lifted[buffer] = None
         else:
-            kept.add(buffer)
+            refused.add(buffer)
         text = reason or "it is allocated with the tensors of the caller"
         context.decide("lift_workspaces", f"{buffer.name} of {name}", reason is None, text, bytes=nbytes)
-    return _Found(tuple(lifted), tuple(on_stack))
+    return _Workspaces(tuple(lifted), tuple(on_stack))
 
 
 def _allocations(stmt: Stmt, path: tuple[Stmt, ...]) -> Iterator[tuple[Allocate, tuple[Stmt, ...]]]:
@@ -92,7 +94,7 @@ def _has_parallel(stmt: Stmt) -> bool:
 
 
 def _obstacle(buffer: Buffer, path: tuple[Stmt, ...], program: TensorProgram) -> str | None:
-    """Why the workspace stays in the program, or None."""
+    """Return why the workspace stays in the program; None: it is lifted."""
     if any(isinstance(s, For) and s.kind == "parallel" for s in path):
         return "each thread has one of its own, and how many there are is known only at run time"
     if any(isinstance(s, For) and s.kind == "vectorized" for s in path):
@@ -106,10 +108,10 @@ def _obstacle(buffer: Buffer, path: tuple[Stmt, ...], program: TensorProgram) ->
     return f"it is not proven that its size {negative[0]} is not negative" if negative else None
 
 
-def _with_parameters(program: TensorProgram, found: _Found) -> TensorProgram:
-    parameters = {b: b if b.scope == "global" else replace(b, scope="global") for b in found.lifted}
-    local = {b: replace(b, scope="local") for b in found.on_stack}
-    body, count = _WithoutAllocations(found.lifted, program.body).stmt(program.body), len(found.lifted)
+def _with_parameters(program: TensorProgram, workspaces: _Workspaces) -> TensorProgram:
+    parameters = {b: b if b.scope == "global" else replace(b, scope="global") for b in workspaces.lifted}
+    local = {b: replace(b, scope="local") for b in workspaces.on_stack}
+    body, count = _WithoutAllocations(workspaces.lifted, program.body).stmt(program.body), len(workspaces.lifted)
     changed = {old: new for old, new in {**parameters, **local}.items() if new is not old}
     body = Substitute(buffers=changed).stmt(body) if changed else body
     attrs = Attrs({**program.attrs, WORKSPACES: count}) if count else program.attrs
@@ -118,24 +120,24 @@ def _with_parameters(program: TensorProgram, found: _Found) -> TensorProgram:
 
 
 class _WithoutAllocations(ProgramRewriter):
-    """Takes the allocations of some buffers out, and goes no deeper than they lie."""
+    """Removes the allocations of some buffers, and visits nothing below the last of them."""
 
     def __init__(self, buffers: tuple[Buffer, ...], body: Stmt) -> None:
         super().__init__()
         self._buffers = frozenset(buffers)
-        self._left = sum(isinstance(s, Allocate) and s.buffer in self._buffers for s in walk_stmts(body))
+        self._remaining = sum(isinstance(s, Allocate) and s.buffer in self._buffers for s in walk_stmts(body))
 
     def stmt(self, stmt: Stmt) -> Stmt:
-        if not self._left:
+        if not self._remaining:
             return stmt
         if isinstance(stmt, Allocate) and stmt.buffer in self._buffers:
-            self._left -= 1
+            self._remaining -= 1
             return self.stmt(stmt.body)
         return super().stmt(stmt)
 
 
 class _PassWorkspaces(Rewriter):
-    """Calls that allocate what their programs now ask for. `module` is the one before."""
+    """Allocates the lifted workspaces at calls and passes them. `module`: before lifting."""
 
     def __init__(self, module: IRModule, lifted: dict[str, tuple[Buffer, ...]]) -> None:
         super().__init__()
@@ -148,8 +150,8 @@ class _PassWorkspaces(Rewriter):
         if not buffers or not isinstance(program, TensorProgram):
             return None
         at = dict(zip(program.symbols, value.sym_args, strict=True))
-        result = [self._allocate(buffer, tuple(substitute(d, at) for d in buffer.shape)) for buffer in buffers]
-        return replace(value, args=(*value.args, *result))
+        workspaces = [self._allocate(buffer, tuple(substitute(d, at) for d in buffer.shape)) for buffer in buffers]
+        return replace(value, args=(*value.args, *workspaces))
 
     def _allocate(self, buffer: Buffer, shape: tuple[SymExpr, ...]) -> Var:
         allocation = get_op("memory.alloc_tensor")(ShapeValue(shape), dtype=buffer.dtype)
