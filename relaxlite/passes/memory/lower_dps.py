@@ -1,4 +1,4 @@
-"""Destination-passing style: every call of a program or library routine gets its outputs allocated explicitly.
+"""Lowering to destination-passing style: outputs of calls of programs and library routines are allocated explicitly.
 
 y = call(f, x)      =>      y = memory.alloc_tensor(shape); call(f, x, y)
 """
@@ -23,11 +23,11 @@ class _LowerDps(Rewriter):
     def __init__(self, module: IRModule) -> None:
         super().__init__()
         self._module = module
-        self._outputs: dict[Expr, tuple[Var, ...]] = {}  # of calls with several
+        self._outputs: dict[Expr, tuple[Var, ...]] = {}  # output allocations of calls with several results
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if isinstance(value, TupleGetItem) and value.value in self._outputs:
-            return self._outputs[value.value][value.index]  # so that each output lives as long as it is used itself
+            return self._outputs[value.value][value.index]  # so that each output has a live range of its own
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar) or value.ty == UNIT:
             return None
         if not isinstance(self._module[value.callee.name], TensorProgram | ExternFunction):

@@ -1,10 +1,10 @@
-"""Copies of contiguous ranges become views: slices and splits of leading dimensions, a gather of one place.
+"""Replacement of copies of contiguous ranges by views: slices, splits of leading dimensions, gathers of one index.
 
     y = call(slice, x)        =>        y = memory.part(x, shape(offset), shape(n, m))        no kernel, no memory
 
-The loops say what is contiguous (contiguous.py), so that what fusion has made of an op is seen as well. Results of a
-body keep their kernel, as they must own their memory. A view keeps all of x alive: where that is much larger and would
-be dead by then, the copy stays.
+Contiguous ranges are recognized by their loops (contiguous.py), so fused ops are covered as well. Results of a body
+keep their kernel, as they must own their memory. A view keeps all of x live: where x is much larger and would be dead
+otherwise, the copy stays.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from relaxlite.passes.loops.contiguous import (
 )
 from relaxlite.passes.memory.aliases import Aliases, Root, find_aliases
 
-SHORT_LIFE = 2  # steps that a view may keep its tensor alive whatever that costs
-MAX_KEPT = 4  # times the size of a view that it may keep alive for longer
+SHORT_LIFE = 2  # steps for which a view may keep its tensor live at any cost
+MAX_KEPT = 4  # maximum ratio of the tensor's size to the view's, where the view lives longer
 _ANALYZER = Analyzer()
 
 
 def make_views(module: IRModule, context: PassContext) -> IRModule:
-    """Calls of programs that copy a contiguous range become views of it; programs that join contiguous ranges get the
-    attribute by which join_parts knows them."""
+    """Replace calls of programs that copy a contiguous range by views, and mark concatenations for join_parts."""
     copied = {name: copied_ranges(program) for name, program in module.programs().items()}
     ranges = {name: copied_range(program, copied[name]) for name, program in module.programs().items()}
     definitions: dict[str, Definition] = dict(module)
@@ -88,15 +87,19 @@ class _MakeViews(Rewriter):
         return get_op("memory.part")(x, ShapeValue((start,)), ShapeValue(var.ty.shape), dtype=var.ty.dtype)
 
     def _obstacle(self, var: Var, x: Expr) -> str | None:
-        """Why the copy stays, or None."""
+        """Return why the copy stays; None: a view replaces it."""
         if var in self._leaving:
             return "it is a result, which has memory of its own"
         assert isinstance(x.ty, TensorType) and isinstance(var.ty, TensorType)
         roots = self._aliases.roots(x)
-        lasts = [self._aliases.last_use(root) for root in roots if isinstance(root, Var)]
-        mine = self._aliases.last_use(var)
-        is_made_here = all(isinstance(root, Var) and self._aliases.step(root) >= 0 for root in roots)
-        if not is_made_here or max(lasts, default=mine) >= mine or mine - self._aliases.step(var) <= SHORT_LIFE:
+        last_uses = [self._aliases.last_use(root) for root in roots if isinstance(root, Var)]
+        last_use_of_view = self._aliases.last_use(var)
+        is_owned = all(isinstance(root, Var) and self._aliases.step(root) >= 0 for root in roots)
+        if (
+            not is_owned
+            or max(last_uses, default=last_use_of_view) >= last_use_of_view
+            or last_use_of_view - self._aliases.step(var) <= SHORT_LIFE
+        ):
             return None
         size, kept = (product(ty.shape or ()) * dtypes.itemsize(ty.dtype) for ty in (var.ty, x.ty))
         if _ANALYZER.can_prove_lt(size * MAX_KEPT, kept):

@@ -1,4 +1,4 @@
-"""What a memory plan is, for those who show, check or measure one: plain data in terms of the symbols."""
+"""Memory plans as plain data in terms of symbols, for display, checks and measurements."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _EXAMPLES = (1, 16, 128, 1024)
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor of `nbytes` bytes at `offset` of the arena, alive from step `first` to step `last`, both included.
+    """A tensor of `nbytes` bytes at `offset` of the arena, live from step `first` to step `last`, both included.
 
-    `inside` names the tensor whose memory this one is part of or takes over (a view, a result computed in place, what
-    another branch of an If gives back). In the steps of a pause another branch runs than the one that makes the tensor.
+    `inside` names the tensor whose memory this one is part of or takes over (a view, a result computed in place, the
+    result of another branch of an If). In the steps of `pauses` another branch runs than the one that defines the
+    tensor.
     """
 
     name: str
@@ -30,7 +31,7 @@ class PlannedTensor:
     pauses: tuple[tuple[int, int], ...] = ()
 
     def steps(self) -> Iterator[int]:
-        """Those in which it is alive."""
+        """Yield the steps in which the tensor is live."""
         for step in range(self.first, self.last + 1):
             if not any(first <= step <= last for first, last in self.pauses):
                 yield step
@@ -38,10 +39,10 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The arena of one function: `steps` are what runs in order (a text each), `tensors` what lives in the arena.
+    """The arena of one function: `steps`: texts of the steps in order; `tensors`: the tensors in the arena.
 
-    `most`: bytes that the arena never exceeds, None where a symbol that it depends on has no upper bound.
-    `outside`: names of intermediates that lie elsewhere, for their sizes or lives are known only later.
+    `most`: upper bound of the arena in bytes, None where a symbol that it depends on has no upper bound.
+    `outside`: names of intermediates outside the arena, as their sizes or live ranges are known only later.
     """
 
     function: str
@@ -52,10 +53,11 @@ class MemoryPlan:
     outside: tuple[str, ...] = ()
 
     def arena_bytes(self, at: Mapping[SymVar, int]) -> int:
+        """Return the bytes of the arena at values of the symbols."""
         return evaluate(self.arena, at)
 
     def live_bytes(self, at: Mapping[SymVar, int]) -> list[int]:
-        """For each step the sum of the tensors that are alive in it; those inside others count with them."""
+        """Return, for each step, the bytes of its live tensors; tensors inside others count with these."""
         totals = [0] * len(self.steps)
         for tensor in self.tensors:
             if tensor.inside is None:
@@ -65,11 +67,11 @@ class MemoryPlan:
         return totals
 
     def lower_bound(self, at: Mapping[SymVar, int]) -> int:
-        """Bytes that any plan needs: the largest sum of tensors alive at once."""
+        """Return the bytes that any plan needs: the largest sum of tensors live at once."""
         return max(self.live_bytes(at), default=0)
 
     def summary(self) -> dict[str, Any]:
-        """What an executable keeps of the plan: its size as text, its bound, and its bytes at some sizes."""
+        """Return the summary stored in an executable: arena size as text, its bound, and bytes at example sizes."""
         sizes = (self.arena, *(tensor.nbytes for tensor in self.tensors))
         variables = tuple(dict.fromkeys(v for size in sizes for v in size.free_vars()))
         samples = dict.fromkeys(tuple(nearest(v, size) for v in variables) for size in _EXAMPLES if variables)

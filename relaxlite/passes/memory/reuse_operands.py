@@ -1,11 +1,11 @@
-"""Results in place: where an operand dies at a call and the program can be computed in its memory, the result takes it.
+"""In-place results: a result takes over the memory of an operand that is dead after the call, where the program allows.
 
     y = memory.alloc_tensor(shape(n, m))          y = memory.part(x, shape(0), shape(n, m))
     call(add_relu, x, b, y)                =>     call(add_relu, x, b, y)              x is not read any more
 
-Which outputs of a program may take over which inputs, its attribute says (in_place.py). An operand must be memory that
-this body has allocated, all of it dead after the call (aliases.py), and no other operand of the call may lie in it.
-A result that leaves the body takes all of its operand's memory or none, so that it owns just what it needs.
+An attribute of a program lists which outputs may take over which inputs (in_place.py). An operand must be memory that
+the same body allocated, all of it dead after the call (aliases.py), and no other operand of the call may lie in it. A
+result that leaves the function takes all of its operand's memory or none, so that it owns no surplus memory.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _ANALYZER = Analyzer()
 
 
 def reuse_operands(module: IRModule, context: PassContext) -> IRModule:
-    """Results take over the memory of operands that die."""
+    """Let results take over the memory of operands that are dead after the call."""
     definitions: dict[str, Definition] = dict(module)
     for name, function in module.functions().items():
-        result = _FindOperands(module, context, find_aliases(function, module))
-        result.body(function.body)
-        definitions[name] = _TakeOver(result.operand_of).function(function)
+        finder = _FindOperands(module, context, find_aliases(function, module))
+        finder.body(function.body)
+        definitions[name] = _TakeOver(finder.operand_of).function(function)
     return module.updated(definitions)
 
 
 @dataclass(slots=True)
 class _Memory:
-    """The allocations of one body: those that nothing has used yet, and those that something has."""
+    """The allocations of one body: not used so far (`fresh`), and used."""
 
     fresh: set[Var] = field(default_factory=set)
     used: set[Var] = field(default_factory=set)
@@ -50,8 +50,8 @@ class _Memory:
 class _FindOperands:
     def __init__(self, module: IRModule, context: PassContext, aliases: Aliases) -> None:
         self._module, self._context, self._aliases = module, context, aliases
-        self.operand_of: dict[Var, Var] = {}  # by allocation of a result: the operand that it takes over
-        self._taken: dict[Var, Var] = {}  # by allocation: the one in whose memory it lies now
+        self.operand_of: dict[Var, Var] = {}  # allocation of a result -> the operand that it takes over
+        self._taken: dict[Var, Var] = {}  # allocation -> the allocation in whose memory it lies now
 
     def body(self, body: Body) -> None:
         memory = _Memory()
@@ -66,9 +66,9 @@ class _FindOperands:
             program = self._module[value.callee.name]
             if isinstance(program, TensorProgram) and len(value.args) == len(program.params):
                 self._call(binding.var, value, program, memory)
-        now = memory.fresh.intersection(root for var in used_vars(value) for root in self._aliases.roots(var))
-        memory.fresh -= now
-        memory.used |= now
+        first_used = memory.fresh.intersection(root for var in used_vars(value) for root in self._aliases.roots(var))
+        memory.fresh -= first_used
+        memory.used |= first_used
         if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "memory.alloc_tensor":
             memory.fresh.add(binding.var)
 
@@ -96,7 +96,7 @@ class _FindOperands:
         )
 
     def _obstacle(self, at: Var, call: Call, x: Var, out: Var, memory: _Memory) -> str | None:
-        """Why the result cannot take over the operand's memory, or None."""
+        """Return why the result cannot take over the operand's memory; None: it can."""
         roots = self._aliases.roots(x)
         if out not in memory.fresh or self._aliases.step(x) > self._aliases.step(out):
             return "the result is not allocated for this call alone"
@@ -116,7 +116,7 @@ class _FindOperands:
         return None
 
     def _owner(self, var: Var) -> Var | None:
-        """The allocation in which the variable lies, if it is one that is known."""
+        """Return the allocation in which a variable lies; None: unknown."""
         roots = self._aliases.roots(var)
         root = roots[0] if len(roots) == 1 and isinstance(roots[0], Var) else None
         while root is not None and root in self._taken:
