@@ -2,7 +2,7 @@
 
     start + x[row, 0:4] . quads[0, column] + x[row, 4:8] . quads[1, column] + ...
 
-with bytes of both, `quads` being dp4a groups of codes; or two such sums, the first shifted, of the high and low bytes
+with bytes of both, quads being dp4a groups of codes; or two such sums, the first shifted, of the high and low bytes
 of x. Zero points, and offsets of mixed codes, that the start subtracts are folded into the codes where these stay
 signed bytes; and where shifted codes are bytes, too, two sums become one of twice the depth.
 """

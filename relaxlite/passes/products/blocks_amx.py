@@ -1,6 +1,6 @@
 """Products with blocked weights by AMX: one instruction multiplies 16 rows of bytes by 16 columns of a block.
 
-For some blocks of a panel of columns at a time, codes are unpacked into `quads`, dp4a groups as the instruction takes
+For some blocks of a panel of columns at a time, codes are unpacked into quads, dp4a groups as the instruction takes
 them, and scales are converted. Then, 16 rows at a time, the sums of each block are stored from AMX tiles to memory,
 scaled, and accumulated in 16 vector registers:
 
