@@ -40,7 +40,7 @@ from relaxlite.passes.loops.parallel import collapse_parallel
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.loops.transforms import distribute, fuse, less, nest
 from relaxlite.passes.products.choice import DEFAULT, ScheduleChoice
-from relaxlite.passes.products.reduction import Block
+from relaxlite.passes.products.reduction import ReductionBlock
 from relaxlite.records import dataclass
 
 ENOUGH_ROWS = 6  # for each vector of filters, so that loads of filters do not limit the FMAs
@@ -68,7 +68,7 @@ class Piece:
 class FilterTile:
     """A block as a product with filters, in register tiles of positions x vectors of output channels."""
 
-    block: Block
+    block: ReductionBlock
     row: For
     column: For
     filters: Buffer
@@ -104,8 +104,10 @@ class FilterTile:
         return pieces
 
 
-def filter_tile(block: Block, lanes: int, registers: int, choice: ScheduleChoice = DEFAULT) -> FilterTile | None:
-    """Match a fused block (`Block.fused`) as a product with filters, for `registers` vector registers; None: no match.
+def filter_tile(
+    block: ReductionBlock, lanes: int, registers: int, choice: ScheduleChoice = DEFAULT
+) -> FilterTile | None:
+    """Match a fused block as a product with filters, for `registers` vector registers; None: no match.
 
     Filters are (kernel..., c, oc), with the output channels last.
     """
@@ -154,7 +156,7 @@ def column_vectors(count: int, registers: int) -> int:
     return next((v for v in (most, most - 1) if count % v == 0), most if count % most != 1 else most - 1)
 
 
-def _positions(block: Block) -> Block:
+def _positions(block: ReductionBlock) -> ReductionBlock:
     """Fuse the two loops before the last into one loop over positions."""
     if len(block.spatial) < 3:
         return block
@@ -162,7 +164,7 @@ def _positions(block: Block) -> Block:
     merged = fuse(high, replace(wide, body=replace(column, body=block.body)))
     assert isinstance(merged.body, For) and isinstance(merged.body.body, Allocate)
     column, body = merged.body, merged.body.body
-    return Block((*others, merged, column), body)
+    return ReductionBlock((*others, merged, column), body)
 
 
 def tiled_filters(tile: FilterTile, choice: ScheduleChoice = DEFAULT) -> Stmt:
@@ -284,7 +286,7 @@ def _elements(buffer: Buffer, store: Callable[[tuple[SymVar, ...]], Store]) -> S
     return nest(loops, store(at))
 
 
-def _epilogue_cost(block: Block) -> int:
+def _epilogue_cost(block: ReductionBlock) -> int:
     """Return the cost of the operations on one vector between the sum and the store."""
     values = [v for s in block.stmts[2:] for v in all_values(s)]
     return sum(10 if isinstance(v, Unary) else isinstance(v, Binary | Select | Compare) for v in values)

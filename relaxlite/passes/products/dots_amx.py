@@ -42,7 +42,7 @@ from relaxlite.passes.loops.access import stride
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.loops.transforms import less, nest
 from relaxlite.passes.products.blocks_amx import FOUND, ROWS, TILES, call_tiles
-from relaxlite.passes.products.reduction import Block
+from relaxlite.passes.products.reduction import ReductionBlock
 from relaxlite.passes.products.register_tile import ColumnPiece, Tile, grid
 from relaxlite.records import dataclass
 from relaxlite.target import Target
@@ -92,7 +92,7 @@ class _Operands:
     step: int
 
 
-def amx_dots(block: Block, column: For, lanes: int, width: int, target: Target) -> tuple[Value, Stmt] | None:
+def amx_dots(block: ReductionBlock, column: For, lanes: int, width: int, target: Target) -> tuple[Value, Stmt] | None:
     """Return (condition, code) of AMX tiles for a block; None: its loops do not fit AMX tiles.
 
     The condition: the system allows AMX tiles, and there are at least 16 rows.
@@ -113,7 +113,7 @@ def amx_dots(block: Block, column: For, lanes: int, width: int, target: Target) 
     return condition, tile.all_tiles(outer_axes, operands)
 
 
-def _operands(block: Block, row: For, column: For, width: int, target: Target) -> _Operands | None:
+def _operands(block: ReductionBlock, row: For, column: For, width: int, target: Target) -> _Operands | None:
     (*outer, loop), value = perfect_nest(block.stmts[1]).loops, block.update.value
     depth, side = as_int(loop.extent), SIDE * ROWS
     spare_columns = as_int(ceildiv(column.extent, width) * width - ceildiv(column.extent, side) * side)

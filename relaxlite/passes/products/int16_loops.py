@@ -24,9 +24,9 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.loops.transforms import init_accumulators, split_reduction
-from relaxlite.passes.products.int16_weights import LONGEST, MAX_W, MAX_X
-from relaxlite.passes.products.prepared_rows import Product, Products, Rows, Weights
-from relaxlite.passes.products.winograd_loops import LARGEST_POWER
+from relaxlite.passes.products.int16_weights import MAX_LENGTH, MAX_W, MAX_X
+from relaxlite.passes.products.prepared_rows import PreparedWeights, Product, Products, Rows
+from relaxlite.passes.products.winograd_loops import MAX_LENGTH_EXPONENT
 from relaxlite.passes.products.winograd_weights import TERMS, whole_steps
 from relaxlite.records import dataclass
 
@@ -54,7 +54,7 @@ class Int16Products(Products):
     def weight_rows(self) -> int:
         return whole_steps(self.length)
 
-    def _plain(self, part: Product, weights: Weights) -> Stmt:
+    def _plain(self, part: Product, weights: PreparedWeights) -> Stmt:
         """Return the fallback: unrounded x times the quantized weights as floats; where weights are kept, times
         these."""
         if part.is_kept:
@@ -69,7 +69,7 @@ class Int16Products(Products):
         width = Scalar(weights.width[column]) * (1 / _UNIT)
         return part.with_sum(reduced, (Scalar(total[()]) * width).value, total)
 
-    def _fast(self, part: Product, weights: Weights, rows: Rows) -> Stmt:
+    def _fast(self, part: Product, weights: PreparedWeights, rows: Rows) -> Stmt:
         total = Buffer(part.block.body.buffer.name, (), "int32", "local")
         row, column, step = part.row, part.column.var, SymVar("t", lower=0)
         places = [step * TERMS + n for n in range(TERMS)]
@@ -84,7 +84,7 @@ class Int16Products(Products):
         stage = part.with_sum(reduced, finish.value, total)
         return Allocate(weights.w, seq(*self._widen(part, weights), stage)) if part.is_kept else stage
 
-    def _widen(self, part: Product, weights: Weights) -> list[Stmt]:
+    def _widen(self, part: Product, weights: PreparedWeights) -> list[Stmt]:
         """Return the stages that quantize w to int16 pairs, as int16_weights.py does, padded to whole steps.
 
         Columns of zeros, whose width is 0, become zeros.
@@ -112,10 +112,10 @@ class Int16Products(Products):
         )
         shifts = Buffer("row_shifts", (sym(lanes),), "int32", "local")
         square, peak = Scalar(squares[lane]), Scalar(peaks[lane])
-        has_scale = (square >= 2.0**-LARGEST_POWER) & (square <= 2.0**LARGEST_POWER)  # not of NaN
+        has_scale = (square >= 2.0**-MAX_LENGTH_EXPONENT) & (square <= 2.0**MAX_LENGTH_EXPONENT)  # not of NaN
         is_zero = square.equals(0.0) & peak.equals(0.0)
         most, length = select(has_scale, peak, 1.0), select(has_scale, square, 1.0).unary("sqrt")
-        undo = (most * (1 / MAX_X)).maximum(length * (1 / LONGEST))
+        undo = (most * (1 / MAX_X)).maximum(length * (1 / MAX_LENGTH))
         infinite = Scalar(Literal(float("inf"), "float32"))
         scale = select(is_zero, 0.0, select(has_scale, undo, infinite))
         at = (group.lane_row,)

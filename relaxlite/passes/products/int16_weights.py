@@ -14,7 +14,7 @@ MAX_X, MAX_W = 10922, 5461
 two int16 in an int32 are added without a carry, and stay signed int16. Rows get more, as few of their elements are
 large, and the largest determines the rounding of the others."""
 
-LONGEST = 46000
+MAX_LENGTH = 46000
 """Maximum length (2-norm) of the integers of a row or column: the sum of their products is below 2**31 by Cauchy and
 Schwarz, though partial sums may wrap. Rounding adds at most half a square root of the depth."""
 
@@ -61,7 +61,7 @@ def steps_of(w: np.ndarray) -> np.ndarray | str:
     if (problem := problem_of(w, length)) is not None:
         return problem
     peak = np.abs(w).max(axis=0)
-    step = np.where(peak < _SMALLEST, 0, np.maximum(peak / MAX_W, length / LONGEST))
+    step = np.where(peak < _SMALLEST, 0, np.maximum(peak / MAX_W, length / MAX_LENGTH))
     if (math.sqrt(len(w)) * step / 2 > _ERROR * length).any():
         return "has a column that would lose more than in bfloat16"
     return step

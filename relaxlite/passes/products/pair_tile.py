@@ -36,7 +36,7 @@ def pair_of(stage: Stmt) -> tuple[Reduction, Reduction] | None:
     return None if first is None or second is None else (replace(first, final=last), second)
 
 
-def apart(body: Allocate) -> tuple[Allocate, Allocate]:
+def split_pair(body: Allocate) -> tuple[Allocate, Allocate]:
     """Split the block of a pair into the block of the first sum, without epilogue, and the block of the second."""
     assert isinstance(body.body, Seq)
     *own, second = body.body.stmts
@@ -44,8 +44,8 @@ def apart(body: Allocate) -> tuple[Allocate, Allocate]:
     return replace(body, body=Seq(tuple(own))), second
 
 
-def together(first: Allocate, second: Allocate) -> Allocate:
-    """Join two blocks into a pair: the inverse of `apart`."""
+def join_pair(first: Allocate, second: Allocate) -> Allocate:
+    """Join two blocks into a pair: the inverse of `split_pair`."""
     assert isinstance(first.body, Seq)
     return replace(first, body=Seq((*first.body.stmts, second)))
 
@@ -59,7 +59,7 @@ class PairTile(Tile):
     @staticmethod
     def of(pair: Allocate, row: For | None, column: For, lanes: int, rows: int, enough_sums: int) -> PairTile:
         """Build the tile of a pair; each block gets half of the sums that hide latency."""
-        first, second = (Tile(body, row, column, lanes, rows, max(1, enough_sums // 2)) for body in apart(pair))
+        first, second = (Tile(body, row, column, lanes, rows, max(1, enough_sums // 2)) for body in split_pair(pair))
         return PairTile(second.block, row, column, lanes, rows, second.enough_sums, partner=first)
 
     @property

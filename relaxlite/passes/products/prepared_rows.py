@@ -49,7 +49,7 @@ from relaxlite.passes.loops.in_place import Pairs, in_place_pairs
 from relaxlite.passes.loops.join_parallel import read_only_by_writers
 from relaxlite.passes.loops.pattern import perfect_nest, top_stages
 from relaxlite.passes.loops.transforms import init_accumulators, less, nest, reduce_accumulators
-from relaxlite.passes.products.reduction import Block
+from relaxlite.passes.products.reduction import ReductionBlock
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
@@ -75,7 +75,7 @@ class Product:
     """
 
     stage: Stmt
-    block: Block
+    block: ReductionBlock
     x: Load
     w: Value
     is_kept: bool
@@ -142,7 +142,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class RowGroup:
     """A loop over groups of as many rows as a vector has lanes: their scales are computed in one vector."""
 
     loop: SymVar
@@ -154,7 +154,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Weights:
+class PreparedWeights:
     """New weights of one product: `w`, and for each column the offset subtracted from sums, and the factor of sums."""
 
     w: Buffer
@@ -223,11 +223,11 @@ class Products(ABC):
         """Return the pass over x that computes `rows`."""
 
     @abstractmethod
-    def _fast(self, part: Product, weights: Weights, rows: Rows) -> Stmt:
+    def _fast(self, part: Product, weights: PreparedWeights, rows: Rows) -> Stmt:
         """Return the stage of a product that reads prepared rows."""
 
     @abstractmethod
-    def _plain(self, part: Product, weights: Weights) -> Stmt:
+    def _plain(self, part: Product, weights: PreparedWeights) -> Stmt:
         """Return the fallback stage of a product: the ordinary sum with the new weights."""
 
     def program(self) -> TensorProgram:
@@ -263,10 +263,10 @@ class Products(ABC):
         checks = [s for s in top_stages(self.whole) if isinstance(s, Check)]
         return replace(self.whole, params=(*inputs, *self.whole.outputs), body=seq(*checks, body), attrs=attrs)
 
-    def _weights(self, part: Product) -> Weights:
+    def _weights(self, part: Product) -> PreparedWeights:
         old, columns = part.stored[0], part.column.extent
         name = f"{old.name}_wide" if part.is_kept else old.name
-        return Weights(
+        return PreparedWeights(
             replace(old, name=name, shape=(sym(self.weight_rows), columns), dtype=self.dtype),
             Buffer(f"{old.name}_offset", (columns,), self.dtype),
             Buffer(f"{old.name}_width", (columns,), "float32"),
@@ -295,14 +295,14 @@ class Products(ABC):
 
     # of passes over x
 
-    def _group(self) -> Group:
+    def _group(self) -> RowGroup:
         lanes, number = self.lanes, product(self.parts[0].dims)
         loop, member, lane = SymVar("group", lower=0), *(SymVar(name, lower=0, upper=lanes - 1) for name in "rl")
         first = loop * lanes
-        return Group(loop, member, lane, smin(lanes, number - first), first + member, first + lane)
+        return RowGroup(loop, member, lane, smin(lanes, number - first), first + member, first + lane)
 
     def _over_groups(
-        self, group: Group, rows: Rows, results: Stmt, body: Sequence[Stmt], local: Sequence[Buffer]
+        self, group: RowGroup, rows: Rows, results: Stmt, body: Sequence[Stmt], local: Sequence[Buffer]
     ) -> Stmt:
         """Return the parallel loop over groups: `body`, then `results` for each lane that has a row.
 
@@ -375,7 +375,7 @@ class _Finish(ProgramRewriter):
         return self._finish if isinstance(value, Load) and value.buffer is self._total else super()._value(value)
 
 
-class Elsewhere(ProgramRewriter):
+class ReplaceLoad(ProgramRewriter):
     """Replaces one load by another."""
 
     def __init__(self, old: Load, new: Load) -> None:

@@ -84,7 +84,7 @@ def _as_index(value: Value) -> SymExpr | None:
     return value.index if isinstance(value, IndexValue) else None
 
 
-class Without(ProgramRewriter):
+class ReplaceSelect(ProgramRewriter):
     """Replaces a Select by another value, by default the value under its condition."""
 
     def __init__(self, select: Select, by: Value | None = None) -> None:
@@ -104,7 +104,7 @@ def all_inside(terms: Sequence[SymExpr]) -> Value:
     return cond if cond is not None else Literal(True, "bool")
 
 
-class Masked(ProgramRewriter):
+class MaskLoads(ProgramRewriter):
     """Masks the loads that depend on a loop variable by a condition."""
 
     def __init__(self, var: SymVar, cond: Value) -> None:

@@ -24,9 +24,9 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, floordiv, sm
 from relaxlite.passes.loops.access import accesses, stride
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.loops.transforms import distribute, less, nest
-from relaxlite.passes.products.reduction import Block
+from relaxlite.passes.products.reduction import ReductionBlock
 from relaxlite.passes.products.register_tile import grid
-from relaxlite.passes.products.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
+from relaxlite.passes.products.windows import MaskLoads, ReplaceSelect, all_inside, conditions_of, slope, symbols_in
 from relaxlite.records import dataclass
 
 _MAX_ROWS = 4
@@ -41,7 +41,7 @@ class NchwTile:
     `value`. `row`: index of the row of x that is read.
     """
 
-    block: Block
+    block: ReductionBlock
     row: SymExpr
     rows: tuple[SymExpr, ...]
     inside: tuple[SymExpr, ...]
@@ -74,7 +74,7 @@ class NchwTile:
         return tap if is_seen else None
 
 
-def nchw_tile_of(block: Block, lanes: int) -> NchwTile | None:
+def nchw_tile_of(block: ReductionBlock, lanes: int) -> NchwTile | None:
     """Match a block as windows with channels first; None: no match."""
     if lanes == 1 or block.is_pair or len(block.spatial) < 2:
         return None
@@ -115,7 +115,7 @@ def nchw_tile_of(block: Block, lanes: int) -> NchwTile | None:
     if not all(slope(d, along.var) for d in inside) or any(down.var in d.free_vars() for d in inside):
         return None
     height = max(1, min(_MAX_ROWS, _MAX_TERMS // math.prod(sizes))) if has_rows else 1
-    value = Without(select).value(block.update.value) if select is not None else block.update.value
+    value = ReplaceSelect(select).value(block.update.value) if select is not None else block.update.value
     row = outer[-1] if outer else sym(0)
     return NchwTile(block, row, _unique(rows), _unique(inside), value, select, lanes, height)
 
@@ -244,5 +244,5 @@ def _masked(nchw: NchwTile, start: SymExpr, lane: SymVar) -> Value:
     if as_int(first) != 0:
         cond = Binary("and", cond, less(first - 1, lane))
     if nchw.outside is not None:
-        return Without(nchw.outside, replace(nchw.outside, cond=cond)).value(nchw.block.update.value)
-    return Masked(nchw.along.var, cond).value(nchw.value)
+        return ReplaceSelect(nchw.outside, replace(nchw.outside, cond=cond)).value(nchw.block.update.value)
+    return MaskLoads(nchw.along.var, cond).value(nchw.value)

@@ -23,8 +23,8 @@ from relaxlite.passes.loops.access import stride
 from relaxlite.passes.loops.parallel import collapse_parallel
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.loops.transforms import distribute, less, nest
-from relaxlite.passes.products.reduction import Block
-from relaxlite.passes.products.windows import Masked, Without, all_inside, conditions_of, slope, symbols_in
+from relaxlite.passes.products.reduction import ReductionBlock
+from relaxlite.passes.products.windows import MaskLoads, ReplaceSelect, all_inside, conditions_of, slope, symbols_in
 from relaxlite.records import dataclass
 
 WINDOWS = 4  # neighbours along w in one tile
@@ -39,7 +39,7 @@ class Window:
     A row of taps counts where all of `rows` are >= 0, a tap where all of `inside` are; it combines `value`.
     """
 
-    block: Block
+    block: ReductionBlock
     rows: tuple[SymExpr, ...]
     inside: tuple[SymExpr, ...]
     value: Value
@@ -59,7 +59,7 @@ class Window:
         return perfect_nest(self.block.stmts[1]).loops
 
 
-def window_of(block: Block, lanes: int) -> Window | None:
+def window_of(block: ReductionBlock, lanes: int) -> Window | None:
     """Match a block as windows with channels last; None: no match."""
     if lanes == 1 or len(block.spatial) < 2:
         return None
@@ -86,7 +86,7 @@ def window_of(block: Block, lanes: int) -> Window | None:
             inside.append(index if (slope(index, along.var) or 0) < 0 else size - 1 - index)
     if any(slope(d, var) is None for d in inside for var in inner) or any(channel.var in d.free_vars() for d in inside):
         return None
-    value = Without(select).value(block.update.value) if select is not None else block.update.value
+    value = ReplaceSelect(select).value(block.update.value) if select is not None else block.update.value
     return Window(block, rows, tuple(dict.fromkeys(inside)), value, select, lanes)
 
 
@@ -154,8 +154,8 @@ def _bordered(window: Window, lane: SymVar) -> Value:
         limit = smin(limit, d + 1)
     cond = less(lane, smax(limit, 0) * window.lanes)
     if window.outside is not None:
-        return Without(window.outside, replace(window.outside, cond=cond)).value(window.block.update.value)
-    return Masked(window.along.var, cond).value(window.value)
+        return ReplaceSelect(window.outside, replace(window.outside, cond=cond)).value(window.block.update.value)
+    return MaskLoads(window.along.var, cond).value(window.value)
 
 
 def _with_rows(window: Window, tile: Allocate) -> Stmt:

@@ -46,7 +46,7 @@ from relaxlite.passes.loops.pattern import perfect_nest, top_stages
 from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.loops.versioning import clamped_indices
 from relaxlite.passes.products.convolution import FilterTile, Piece, column_vectors, tile_of
-from relaxlite.passes.products.reduction import Block, reduction_block
+from relaxlite.passes.products.reduction import ReductionBlock, reduction_block
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
@@ -110,7 +110,7 @@ class _Conv:
     whole: TensorProgram
     stages: tuple[Stmt, ...]
     stage: Stmt
-    block: Block
+    block: ReductionBlock
     x: Load
     w: Load
     lanes: int
@@ -225,7 +225,7 @@ class _Conv:
             Store(m, (point, patch, column), total[()]),
         )
         rows, columns = For(patch, size, Seq(())), For(column, sym(self.width), Seq(()))
-        block = Block((rows, columns), Allocate(total, seq(*stmts)))
+        block = ReductionBlock((rows, columns), Allocate(total, seq(*stmts)))
         tile = FilterTile(block, rows, columns, u, self.lanes, vectors, ROW_HEIGHTS[0])
         piece, first, remaining, parts = Piece(sym(0), vectors, self.lanes), sym(0), size, []
         for height in ROW_HEIGHTS:
