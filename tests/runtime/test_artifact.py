@@ -106,7 +106,7 @@ def test_what_is_saved_comes_back(saved: Path) -> None:
         "metadata",
         "attachments",
         "support",
-        "others",
+        "extra_entries",
     ):
         assert getattr(after, field) == getattr(before, field)
     assert disassemble(after) == disassemble(before)

@@ -220,7 +220,7 @@ def test_each_call_counts_with_its_least_time() -> None:
         (0, 90_000, [(1, 10, 20)]),  # makes other calls, and is slower
     ]
     runs = [profiling._Run.of(start, end, [(*call, b"") for call in calls], clock) for start, end, calls in raw]
-    found = profiling._undisturbed(runs)
+    found = profiling._minimum(runs)
     assert found.calls == [(0, b""), (1, b"")]
     assert found.calls_us == [1.0, 2.0], "the clock reads 100 ns too much"
     assert found.pauses_us == pytest.approx([1.0, 0.7]), "and takes 200 ns more in a pause"

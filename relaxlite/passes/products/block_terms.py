@@ -22,8 +22,8 @@ from relaxlite.records import dataclass
 
 MAX_DEPTH = 64  # bytes in a row of an AMX tile
 ORIGIN = 3 << 22
-"""Bits of float32(ORIGIN) plus an integer below MAX_ORIGIN_OFFSET are those of float32(ORIGIN + integer). Sums of MAX_DEPTH
-products are below: MAX_DEPTH * 255 * 128."""
+"""Bits of float32(ORIGIN) plus an integer below MAX_ORIGIN_OFFSET: those of float32(ORIGIN + integer). Sums of
+MAX_DEPTH products are below: MAX_DEPTH * 255 * 128."""
 ORIGIN_BITS, MAX_ORIGIN_OFFSET = 0x4B400000, 1 << 22
 
 SIGN = 128  # added to a signed byte to make it unsigned, by xor

@@ -217,7 +217,7 @@ import ctypes, mmap, os, sys
 import numpy as np
 import relaxlite as rl
 from relaxlite.ir.op import get_op
-from tests.passes.schedule.test_windows_nchw import conv_module, floats, target
+from tests.passes.products.test_windows_nchw import conv_module, floats, target
 
 stride, page = int(sys.argv[1]), mmap.PAGESIZE
 filters = floats(2, 1, 3, 3)
