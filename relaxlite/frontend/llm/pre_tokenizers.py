@@ -1,7 +1,8 @@
-"""How byte-pair encodings of GGUF files part text before they merge pairs: `tokenizer.ggml.pre` by name.
+"""Pre-tokenizers of GGUF files by the names of `tokenizer.ggml.pre`: regular expressions that split text before BPE.
 
-Each entry is a sequence of regular expressions (Oniguruma); each isolates its matches in the pieces that the one before
-left. They are those that the models' tokenizer.json files publish, under the names of llama.cpp, llama-vocab.cpp.
+Each entry is a sequence of regular expressions (Oniguruma); each one isolates its matches within the pieces that the
+previous ones left. They are those of the models' published tokenizer.json files, under the names of llama.cpp
+(llama-vocab.cpp).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _by_case(endings: str, digits: str) -> str:
-    """Words that change from capitals to small letters at most once."""
+    """Build the pattern for words that change from upper to lower case at most once."""
     head = r"[^\r\n\p{L}\p{N}]?"
     words = f"{head}{_UPPER}*{_LOWER}+{endings}|{head}{_UPPER}+{_LOWER}*{endings}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _SPACES
@@ -40,8 +41,11 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"  # noqa: RUF001  (its own signs)
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """`keeps_words`: a piece that is a token is that token, whatever the merges say. `adds_bos`: texts begin with the
-    token for that, where the file does not say. `composes`: text is brought to Unicode's form NFC first."""
+    """A pre-tokenizer.
+
+    `keeps_words`: a piece that is a token is not split, whatever the merges are. `adds_bos`: the default for prepending
+    the BOS token. `composes`: text is normalized to NFC first.
+    """
 
     patterns: tuple[str, ...]
     keeps_words: bool = False
@@ -50,6 +54,7 @@ class PreTokenizer:
 
 
 def _named(names: str, *patterns: str, keeps_words: bool = False, composes: bool = False) -> dict[str, PreTokenizer]:
+    """Make one pre-tokenizer under several names, separated by spaces."""
     return dict.fromkeys(names.split(), PreTokenizer(patterns, keeps_words, adds_bos=keeps_words, composes=composes))
 
 
@@ -76,13 +81,15 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 _BY_ARCHITECTURE = {
     **dict.fromkeys(("qwen2", "qwen2moe", "qwen3", "qwen3moe"), "qwen2"),
     **dict.fromkeys(("gpt2", "phi2"), "gpt-2"),
-    **{"gptneox": "mpt", "starcoder2": "starcoder", "command-r": "command-r"},  # MPT has GPT-NeoX's
+    **{"gptneox": "mpt", "starcoder2": "starcoder", "command-r": "command-r"},  # MPT uses GPT-NeoX's
 }
 
 
 def usual_name(architecture: str, tokens: Container[str]) -> str | None:
-    """Of the pre-tokenizer of a file that does not say its own, as all did that were written before April 2024, where
-    the architecture or its vocabulary leaves no choice."""
+    """Infer the pre-tokenizer of a file without `tokenizer.ggml.pre`, as written before April 2024.
+
+    Return None where architecture and vocabulary leave a choice.
+    """
     if architecture == "llama" and "<|begin_of_text|>" in tokens and "<|start_header_id|>" in tokens:
         return "llama-bpe"
     return _BY_ARCHITECTURE.get(architecture)

@@ -28,8 +28,7 @@ _ROWS_BYTES = 64 << 20  # float32 rows of a chunk
 def quantize_checkpoint(
     checkpoint: Checkpoint, kind: str, *, progress: Callable[[str], None] = lambda name: None
 ) -> Checkpoint:
-    """Quantize every float matrix to blocks of `kind` (a key of QUANTIZERS, in any case), embeddings to
-    EMBEDDING_FORMAT.
+    """Quantize every float matrix to `kind` (a key of QUANTIZERS, in any case), embeddings to EMBEDDING_FORMAT.
 
     Vectors stay as they are, and so do blocked matrices (some checkpoints are quantized except for embeddings),
     matrices whose rows are no whole number of blocks, routers and position embeddings. `progress` is called with the
@@ -97,8 +96,7 @@ def _codes(values: Array, max_code: int) -> Array:
 
 
 def _packed(codes: Array, *head: Array, has_fifth_bit: bool) -> Array:
-    """Pack a block: numbers of the `head` as float16, fifth bits, then nibbles, low ones for the first half of the
-    codes."""
+    """Pack blocks: numbers of the `head` as float16, fifth bits, then nibbles, low ones for the first 16 codes."""
     low = codes & 15
     nibbles = low[:, :16] | low[:, 16:] << 4
     fifth = [np.packbits(codes >> 4, axis=1, bitorder="little")] if has_fifth_bit else []

@@ -1,4 +1,4 @@
-"""One module of a folder whose weight is several tensors, and the weights that such tensors make."""
+"""A module of a quantized Hugging Face folder: its tensors, and weights that are dequantized from them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from relaxlite.records import dataclass
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 FLOATS = ("float16", "bfloat16", "float32")
-_MAX = 65504.0  # in float16
-_AT_ONCE = 1 << 17  # numbers that are widened while caches hold them
-_MIN = 2.0**-10  # the largest number of a matrix whose float16 are fine enough: what is lost is 2**-25
+_MAX_FLOAT16 = 65504.0  # of float16
+_CHUNK_ELEMENTS = 1 << 17  # elements dequantized at once, which stay in the CPU's caches
+_MIN_PEAK = 2.0**-10  # least absolute maximum of a matrix for float16: subnormals then lose at most 2**-25
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """`parts` are its tensors by name, "qweight" and the like, `settings` what config.json says of their format."""
+    """A module whose weight was quantized.
+
+    `parts`: its tensors by name ("qweight"). `settings`: `quantization_config` of config.json. `source`, `name` and
+    `method` are for error messages.
+    """
 
     source: str
     name: str
@@ -33,7 +37,7 @@ class Module:
     parts: Mapping[str, Array]
 
     def part(self, name: str, kinds: tuple[str, ...], rank: int = 2) -> Array:
-        """ImportModelError: it is missing, empty, of another type or rank."""
+        """Return a tensor. Raises ImportModelError if it is missing, empty, or of another type or rank."""
         result = self.parts.get(name)
         if result is None:
             raise self.error(f"{name} is missing")
@@ -42,7 +46,7 @@ class Module:
         return result
 
     def integer(self, name: str) -> int | None:
-        """A positive integer of the settings; None: they do not say."""
+        """Return a positive integer of the settings; None if it is missing or -1."""
         setting = self.settings.get(name)
         if setting is None or setting == -1:
             return None
@@ -51,23 +55,26 @@ class Module:
         return setting
 
     def need(self, name: str, shape: tuple[int, ...]) -> None:
-        """ImportModelError: a part has another shape."""
+        """Raise ImportModelError if a tensor has another shape."""
         if self.parts[name].shape != shape:
             raise self.error(f"{name} must have shape {shape}")
 
     def error(self, problem: str) -> ImportModelError:
-        there = ", ".join(f"{name} {part.dtype.name}{part.shape}" for name, part in self.parts.items())
+        """Make an ImportModelError that names the module and its tensors."""
+        parts = ", ".join(f"{name} {part.dtype.name}{part.shape}" for name, part in self.parts.items())
         return ImportModelError(
-            f"{self.source}: {self.name}, quantized by {self.method}: {problem}; there are {there}. If another version "
+            f"{self.source}: {self.name}, quantized by {self.method}: {problem}; there are {parts}. If another version "
             "of the format means this, take the float checkpoint, or a GGUF file"
         )
 
 
 def in_floats(shape: tuple[int, int], peak: float, nbytes: int, read: Callable[[Array], Array]) -> Weight:
-    """What `read` says in float32 of rows of some numbers, rounded to float16 where the largest of all, `peak`, fits
-    well: that keeps three bits more than bfloat16."""
-    dtype = np.dtype(np.float16 if _MIN <= peak < _MAX or peak == 0 else np.float32)
-    step = max(1, _AT_ONCE // shape[1])
+    """Make a lazily dequantized weight of float16, or of float32 if the absolute maximum `peak` does not suit float16.
+
+    `read` dequantizes rows of some numbers to float32. float16 keeps three bits more than bfloat16.
+    """
+    dtype = np.dtype(np.float16 if _MIN_PEAK <= peak < _MAX_FLOAT16 or peak == 0 else np.float32)
+    step = max(1, _CHUNK_ELEMENTS // shape[1])
 
     def rounded(rows: Rows) -> Array:
         numbers = np.arange(shape[0])[rows]
@@ -84,6 +91,6 @@ def in_floats(shape: tuple[int, int], peak: float, nbytes: int, read: Callable[[
 
 
 def peak_of(numbers: Array) -> float:
-    """The largest magnitude; infinite where one is no number."""
+    """Return the absolute maximum; infinity if an element is not finite."""
     result = float(np.abs(numbers.astype(np.float32)).max(initial=0))
     return result if np.isfinite(result) else np.inf

@@ -1,4 +1,4 @@
-"""`read_checkpoint`: a GGUF file or a Hugging Face folder, whichever a path is."""
+"""Reading of checkpoints in either format: a GGUF file or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from relaxlite.frontend.llm.hf_folder import read_folder
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """ImportModelError for what is neither a GGUF file nor a folder with config.json."""
+    """Read a GGUF file or a Hugging Face folder. Raises ImportModelError for other paths."""
     place = Path(path)
     if os.path.isdir(place):
         return read_folder(place)
-    if not os.path.exists(place):  # nor do paths that are too long, which Path.exists() raises OSError for
+    if not os.path.exists(place):  # unlike Path.exists(), without an error for paths that are too long
         raise ImportModelError(f"{place}: no such file or folder")
     return read_gguf(place)

@@ -1,9 +1,9 @@
-"""Weights in floats of 8 and of 4 bits, with scales: FP8 as DeepSeek and compressed-tensors have it, bitsandbytes' NF4
-and FP4, NVFP4 and MXFP4 of compressed-tensors.
+"""Decoders of weights in floats of 8 and 4 bits with scales: FP8, bitsandbytes' NF4 and FP4, NVFP4, MXFP4.
 
-The last two stay codes with scales (quantized.py). The others become floats, as a rule float16, which has as many bits
-as what their own kernels multiply with, or more. Formats: DeepSeek-V3, inference/kernel.py; compressed-tensors,
-compressors/naive_quantized and nvfp4; bitsandbytes, functional.py (QuantState).
+FP8 is as in DeepSeek and compressed-tensors, NVFP4 and MXFP4 as in compressed-tensors. The latter two stay codes with
+scales (quantized.py). The others become floats, usually float16, which has at least as many bits as the operands of the
+libraries' own kernels. Formats: DeepSeek-V3, inference/kernel.py; compressed-tensors, compressors/naive_quantized and
+nvfp4; bitsandbytes, functional.py (QuantState).
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ _STATE = "weight.quant_state.bitsandbytes__"
 
 
 def read_fp8(module: Module) -> Weight:
-    """weight float8 [n, k] times weight_scale_inv or weight_scale: a number for all, for each row, or for each block of
-    as many rows and columns as config.json says; the last blocks may be cut."""
+    """Decode weight float8 [n, k] times weight_scale_inv or weight_scale.
+
+    A scale is for the whole weight, a row, or a block of the size that config.json says; the last blocks may be
+    smaller.
+    """
     weight = module.part("weight", _FP8)
     name = next((name for name in ("weight_scale_inv", "weight_scale") if name in module.parts), "weight_scale_inv")
-    given = module.parts.get(name)
+    stored_scales = module.parts.get(name)
     kinds = (*FLOATS, "uint8")  # exponents
-    scales = module.part(name, kinds, 2 if given is None else given.ndim)
+    scales = module.part(name, kinds, 2 if stored_scales is None else stored_scales.ndim)
     if scales.dtype == np.uint8:
         scales = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     n, k = weight.shape
@@ -49,14 +52,14 @@ def read_fp8(module: Module) -> Weight:
         scales = scales.reshape(1, 1)
     elif scales.ndim == 1:
         scales = scales[:, None]
-    rows_of, columns_of = _block(module, weight.shape, scales.shape)
+    block_rows, block_columns = _block(module, weight.shape, scales.shape)
     numbers = np.arange(256, dtype=np.uint8).view(weight.dtype).astype(np.float32)
     scales = scales.astype(np.float32)
     codes = weight.view(np.uint8)
 
     def read(rows: Array) -> Array:
         result = np.take(numbers, codes[rows])
-        result *= scales[rows // rows_of].repeat(columns_of, axis=1)[:, :k]
+        result *= scales[rows // block_rows].repeat(block_columns, axis=1)[:, :k]
         return result
 
     peak = peak_of(scales) * float(ml_dtypes.finfo(weight.dtype).max)
@@ -64,15 +67,15 @@ def read_fp8(module: Module) -> Weight:
 
 
 def _block(module: Module, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
-    """How many rows and columns a scale is for."""
-    said = module.settings.get("weight_block_size")
-    sizes = said if isinstance(said, list) and len(said) == 2 else [1, 1]
+    """Return the numbers of rows and columns per scale."""
+    setting = module.settings.get("weight_block_size")
+    sizes = setting if isinstance(setting, list) and len(setting) == 2 else [1, 1]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise module.error(f"weight_block_size = {said!r} must be two positive integers")
+        raise module.error(f"weight_block_size = {setting!r} must be two positive integers")
     result = []
     for axis, size, count in zip(shape, sizes, scales, strict=False):
         if -(-axis // size) != count:
-            size = max(axis // count, 1)  # of all, or of a group
+            size = max(axis // count, 1)  # one scale for the axis, or groups of equal size
         if -(-axis // size) != count:
             raise module.error(f"scales {scales} are none of blocks {tuple(sizes)} of {shape}")
         result.append(size)
@@ -82,8 +85,11 @@ def _block(module: Module, shape: tuple[int, ...], scales: tuple[int, ...]) -> t
 
 
 def read_packed_floats(module: Module) -> Weight:
-    """compressed-tensors: weight_packed uint8 [n, k / 2], codes of neighbours in a byte. MXFP4: weight_scale uint8
-    [n, k / 32], exponents. NVFP4: weight_scale float8 [n, k / 16], which is divided by weight_global_scale."""
+    """Decode MXFP4 or NVFP4 of compressed-tensors.
+
+    weight_packed uint8 [n, k / 2], two adjacent codes per byte. MXFP4: weight_scale uint8 [n, k / 32], exponents.
+    NVFP4: weight_scale float8 [n, k / 16], divided by weight_global_scale.
+    """
     packed = module.part("weight_packed", ("uint8",))
     scales = module.part("weight_scale", ("uint8", E4M3.name))
     (n, pairs), nbytes = packed.shape, packed.nbytes + scales.nbytes
@@ -92,26 +98,29 @@ def read_packed_floats(module: Module) -> Weight:
     if scales.shape != (n, 2 * pairs // block) or 2 * pairs % block:
         raise module.error(f"weight_scale must have a number for each {block} columns of {2 * pairs}")
     if is_mx:
-        rows = PackedRows.of(n, nbytes, lambda some: mxfp4_of_pairs(packed[some], scales[some]))
+        rows = PackedRows.of(n, nbytes, lambda selected: mxfp4_of_pairs(packed[selected], scales[selected]))
         return Weight(rows, (n, 2 * pairs), "MXFP4")
     divisor = module.parts.get("weight_global_scale")
     divisor = module.part("weight_global_scale", FLOATS, 1 if divisor is None else divisor.ndim)
     if divisor.size != 1 or not divisor.reshape(-1)[0] > 0:
         raise module.error("weight_global_scale must be one positive number")
-    factor = np.float32(0.5) / divisor.reshape(-1)[0].astype(np.float32)  # the table holds twice the floats
+    factor = np.float32(0.5) / divisor.reshape(-1)[0].astype(np.float32)  # the codebook holds doubled values
 
-    def read(some: Rows) -> GroupedWeight:
+    def read(selected: Rows) -> GroupedWeight:
         return GroupedWeight(
-            neighbours(packed[some]), GroupScales(scales[some].astype(np.float32) * factor), None, MXFP4
+            neighbours(packed[selected]), GroupScales(scales[selected].astype(np.float32) * factor), None, MXFP4
         )
 
     return Weight(PackedRows.of(n, nbytes, read), (n, 2 * pairs), "NVFP4")
 
 
 def read_4bit(module: Module) -> Weight:
-    """bitsandbytes: weight uint8, the codes of a matrix one after another, two in a byte, the first one high, also as
-    floats of as many bytes; each says an entry of weight.quant_map, times weight.absmax of its block. With double
-    quantization absmax are codes too."""
+    """Decode NF4 or FP4 of bitsandbytes.
+
+    weight: codes of the whole matrix in order, two per byte, the high nibble first, stored as uint8 or as floats of as
+    many bytes. A code is an index of weight.quant_map; values are multiplied by weight.absmax of their block, which
+    with double quantization is quantized as well.
+    """
     state, shape = _state(module)
     n, k = shape
     packed = np.ascontiguousarray(module.part("weight", ("uint8", *FLOATS))).reshape(-1).view(np.uint8)
@@ -120,14 +129,16 @@ def read_4bit(module: Module) -> Weight:
     if k % 2 or packed.size * 2 != n * k or len(table) != 16:
         raise module.error(f"a weight of shape {shape} has {n * k // 2} bytes of 4-bit codes, and a quant_map of 16")
     is_nested = "weight.nested_absmax" in module.parts
-    peaks = _nested(module, state) if is_nested else module.part("weight.absmax", FLOATS, 1)
+    peaks = _dequantize_absmax(module, state) if is_nested else module.part("weight.absmax", FLOATS, 1)
     if peaks.shape != (blocks,):
         raise module.error(f"weight.absmax must have a number for each of {blocks} blocks of {size}")
     pairs, columns = packed.reshape(n, k // 2), np.arange(k)
-    both = table[np.stack([np.arange(256) >> 4, np.arange(256) & 15], axis=1)].view(np.uint64)[:, 0]  # of each byte
+    table_pairs = table[np.stack([np.arange(256) >> 4, np.arange(256) & 15], axis=1)].view(np.uint64)[
+        :, 0
+    ]  # two floats per byte
 
     def read(rows: Array) -> Array:
-        result = np.take(both, pairs[rows]).view(np.float32)
+        result = np.take(table_pairs, pairs[rows]).view(np.float32)
         if k % size == 0:
             result *= peaks.reshape(n, -1)[rows].astype(np.float32).repeat(size, axis=1)
         else:
@@ -139,7 +150,7 @@ def read_4bit(module: Module) -> Weight:
 
 
 def _state(module: Module) -> tuple[dict[str, Any], tuple[int, int]]:
-    """What the JSON of the quantization state says, and the weight's shape."""
+    """Parse the JSON of the quantization state; return it with the shape of the weight."""
     name = next((name for name in module.parts if name.startswith(_STATE)), f"{_STATE}nf4")
     text = module.part(name, ("uint8",), 1).tobytes()
     try:
@@ -155,8 +166,8 @@ def _state(module: Module) -> tuple[dict[str, Any], tuple[int, int]]:
     return state, (n, k)
 
 
-def _nested(module: Module, state: dict[str, Any]) -> Array:
-    """The largest magnitude of each block, float32: nested_quant_map[absmax] * nested_absmax + nested_offset."""
+def _dequantize_absmax(module: Module, state: dict[str, Any]) -> Array:
+    """Dequantize absmax, float32: nested_quant_map[absmax] * nested_absmax + nested_offset."""
     codes = module.part("weight.absmax", ("uint8",), 1)
     table = module.part("weight.nested_quant_map", FLOATS, 1).astype(np.float32)
     peaks = module.part("weight.nested_absmax", FLOATS, 1).astype(np.float32)

@@ -10,7 +10,7 @@ of another one has no pools. If layers have states (delta_net.py, mamba.py), `sp
 tails_K, states_K all other pools. Pools are donated: a call writes new tokens into the caller's arrays. Any change of
 this signature requires another STEP_VERSION.
 
-With `has_fill` the module has a second function, which takes the same arguments but `wanted` and returns no logits: it
+With `has_fill` the module has a second function, which takes all of these but `wanted` and returns no logits: it
 fills the cache only, without the last layers if these cache nothing, and in relaxed precision
 (passes/graph/integer_products.py, passes/products/int16_products.py), as no logits of its tokens are used.
 """
@@ -198,8 +198,7 @@ class Cached:
         )  # fmt: skip
 
     def _append(self, names: Sequence[str], k: Expr, v: Expr) -> None:
-        """Append keys and values (n, heads, width) to the pools of these names: keys, values and, for int8, their
-        scales."""
+        """Append keys and values (n, heads, width) to the pools `names`: keys, values and, for int8, their scales."""
         d, (keys, values, *scales) = self.decoder, (self.pools[name] for name in names)
         assert isinstance(keys.ty, TensorType)
         (k, key_scale), (v, value_scale) = (self._stored(x, keys.ty.dtype) for x in (k, v))
@@ -245,7 +244,7 @@ class Cached:
         return d.op("walsh_hadamard", d.op("multiply", x, _signs(width, size)), size=size)
 
     def _stored(self, x: Expr, dtype: str) -> tuple[Expr, Expr | None]:
-        """Convert keys or values (n, heads, width) to the cache's type; for int8, with scales (n, heads, 1)."""
+        """Convert keys or values (n, heads, width) to the cache's type; for int8, return scales (n, heads, 1) too."""
         d = self.decoder
         if dtype != "int8":
             return (x if dtype == "float32" else d.op("cast", x, dtype=dtype)), None

@@ -2,7 +2,7 @@
 
     start + x[row, 0:4] . quads[0, column] + x[row, 4:8] . quads[1, column] + ...
 
-with bytes of both, `quads` being dp4a groups of codes; or two such sums, the first shifted, of the high and low bytes
+with bytes of both, quads being dp4a groups of codes; or two such sums, the first shifted, of the high and low bytes
 of x. Zero points, and offsets of mixed codes, that the start subtracts are folded into the codes where these stay
 signed bytes; and where shifted codes are bytes, too, two sums become one of twice the depth.
 """
@@ -22,9 +22,9 @@ from relaxlite.records import dataclass
 
 MAX_DEPTH = 64  # bytes in a row of an AMX tile
 ORIGIN = 3 << 22
-"""The bits of float32(ORIGIN) plus an integer below MOVED are those of float32(ORIGIN + integer). Sums of MAX_DEPTH
+"""Bits of float32(ORIGIN) plus an integer below MAX_ORIGIN_OFFSET are those of float32(ORIGIN + integer). Sums of MAX_DEPTH
 products are below: MAX_DEPTH * 255 * 128."""
-ORIGIN_BITS, MOVED = 0x4B400000, 1 << 22
+ORIGIN_BITS, MAX_ORIGIN_OFFSET = 0x4B400000, 1 << 22
 
 SIGN = 128  # added to a signed byte to make it unsigned, by xor
 SIGNS = four_bytes(SIGN)
@@ -70,7 +70,7 @@ class Products:
 
     value: Value
     x: tuple[Load, ...]  # the first byte of x of each product
-    quads: tuple[Value, ...]  # dp4a groups of codes, one row of an AMX tile each
+    dp4a_groups: tuple[Value, ...]  # dp4a groups of codes, one row of an AMX tile each
     is_signed: bool
     start: Value | None
     shift: int = 0
@@ -78,7 +78,7 @@ class Products:
     @property
     def depth(self) -> int:
         """Bytes in a row of x."""
-        return 4 * len(self.quads)
+        return 4 * len(self.dp4a_groups)
 
     def of_floats(self, value: Value, rows: SymVar, float_result: Value) -> Value | None:
         """Rewrite `value` to read `float_result`, the float ORIGIN + product, instead of the integer sum; None:
@@ -131,7 +131,7 @@ def scaled(value: Value, total: Value) -> Binary | None:
 def scaled_at_once(value: Value, total: Value, rows: SymVar) -> Binary | None:
     """Find the product of float(total) and a scale of the column so short that ORIGIN * scale is exact; None: none."""
     part = scaled(value, total)
-    return None if part is None or rows in symbols_of(part.b) or significant(part.b) > _MAX_SCALE_BITS else part
+    return None if part is None or rows in symbols_of(part.b) or significant_bits(part.b) > _MAX_SCALE_BITS else part
 
 
 def find_products(value: Value) -> Products | None:
@@ -183,7 +183,7 @@ def _fold_zeros(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
     zeros, greatest, codes = zeros_of(last), last.greatest, [Scalar(code) for code in last.codes]
     is_signed = any(zeros) and fit_signed(zeros, greatest)
     if is_signed:
-        codes = [less_zero(code, zero) for code, zero in zip(codes, zeros, strict=True)]
+        codes = [subtract_zero_point(code, zero) for code, zero in zip(codes, zeros, strict=True)]
     x = tuple(s.x for s in sums)
     start = None if is_signed or _zero_of(last.start) == 0 else last.start
     is_contiguous = len(x) > 1 and as_int(x[1].indices[-1] - x[0].indices[-1]) == last.depth
@@ -197,11 +197,11 @@ def _fold_zeros(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
 
 
 def fit_signed(zeros: Sequence[int], greatest: int) -> bool:
-    """Whether `less_zero` makes signed bytes of codes up to `greatest` with these zero points."""
+    """Whether `subtract_zero_point` makes signed bytes of codes up to `greatest` with these zero points."""
     return all(zero == SIGN or greatest < SIGN for zero in zeros)
 
 
-def less_zero(code: Scalar, zero: int) -> Scalar:
+def subtract_zero_point(code: Scalar, zero: int) -> Scalar:
     """Subtract the zero point from each byte of a dp4a group; the results are signed bytes."""
     if zero == SIGN:
         return code.binary("xor", SIGNS)
@@ -291,10 +291,10 @@ def _match_chain(value: Value) -> tuple[Value, list[_Term]]:
     return value, terms[::-1]
 
 
-def significant(value: Value) -> int:
+def significant_bits(value: Value) -> int:
     """Return an upper bound of the significant bits of a float32 value."""
     if isinstance(value, Cast) and value.dtype == "float32" and isinstance(value.x, Load):
         return _SIGNIFICANT_BITS.get(value.x.dtype, FLOAT_BITS)
     if isinstance(value, Binary) and value.op == "mul":
-        return min(FLOAT_BITS, significant(value.a) + significant(value.b))
+        return min(FLOAT_BITS, significant_bits(value.a) + significant_bits(value.b))
     return FLOAT_BITS

@@ -45,9 +45,9 @@ from relaxlite.ir.program_visitor import Substitute, all_values, loads, value_ch
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, substitute, sym
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.loops.transforms import GuardLoads, less, nest, select_version
-from relaxlite.passes.products.panel_prefetch import LINE
+from relaxlite.passes.products.panel_prefetch import CACHE_LINE_BYTES
 from relaxlite.passes.products.prologue import Replacement, symbols_of
-from relaxlite.passes.products.reduction import Block
+from relaxlite.passes.products.reduction import ReductionBlock
 from relaxlite.passes.products.register_tile import ColumnPiece, Tile, TileLoops, by_piece, column_pieces, grid
 from relaxlite.records import dataclass
 from relaxlite.target import Target
@@ -62,7 +62,7 @@ class BlockProduct:
     `vectors`: of tiles of many rows. `alone`: of tiles of one row. `panel`: of packed panels.
     """
 
-    block: Block
+    block: ReductionBlock
     column: For
     row: For | None
     vectors: int
@@ -75,7 +75,7 @@ class BlockProduct:
         return (load.buffer for load in _panel_loads(self.block.loads(), self.column))
 
 
-def block_product(block: Block, lanes: int, target: Target) -> BlockProduct | None:
+def block_product(block: ReductionBlock, lanes: int, target: Target) -> BlockProduct | None:
     """Match a block as a product with blocked weights; None: it is none."""
     if block.is_pair or len(perfect_nest(block.stmts[1]).loops) != 1 or block.update.combine != "add":
         return None
@@ -89,7 +89,7 @@ def block_product(block: Block, lanes: int, target: Target) -> BlockProduct | No
     streams = target.cpu_facts.block_prefetch_plan
     vectors = max(1, min(streams.max_vectors, target.num_vector_registers * 3 // 4 // max(kept, 1)))
     panels = streams.interleaved_panels(len({load.buffer for load in _panel_loads(block.loads(), column)}))
-    if target.vector_bits < 8 * LINE and panels == 1:
+    if target.vector_bits < 8 * CACHE_LINE_BYTES and panels == 1:
         return BlockProduct(block, column, row, vectors, alone=vectors, panel=vectors)
     alone = interleaved_panels(column.extent, lanes, panels, max(target.cores, 1))
     return BlockProduct(block, column, row, vectors, alone, panel=1)
@@ -190,7 +190,7 @@ class BlockTile(Tile):
         row_bytes: Counter[Buffer] = Counter()
         line_loads: list[Load] = []  # loads at which a cache line begins, where a line is several vectors
         for load in vectors:
-            if row_bytes[load.buffer] % LINE == 0:
+            if row_bytes[load.buffer] % CACHE_LINE_BYTES == 0:
                 line_loads.append(load)
             row_bytes[load.buffer] += self.lanes * dtypes.itemsize(load.dtype)
         later_step = step + -(-self.ahead // max(row_bytes.values()))

@@ -1,6 +1,6 @@
 """Products with blocked weights by AMX: one instruction multiplies 16 rows of bytes by 16 columns of a block.
 
-For some blocks of a panel of columns at a time, codes are unpacked into `quads`, dp4a groups as the instruction takes
+For some blocks of a panel of columns at a time, codes are unpacked into quads, dp4a groups as the instruction takes
 them, and scales are converted. Then, 16 rows at a time, the sums of each block are stored from AMX tiles to memory,
 scaled, and accumulated in 16 vector registers:
 
@@ -213,7 +213,9 @@ class _AmxTiles:
     def of_blocks(self, start: SymExpr, count: int) -> tuple[list[Store], Stmt]:
         """Return the stores that unpack `count` blocks from `start` on, and the code that adds the blocks to sums."""
         tile, (row, lane), parts = self.tile, self.loops, self.totals.shape[1]
-        dp4a_groups = Buffer("quads", (sym(count), parts, sym(len(self.products.quads)), lane.extent), "int32", "local")
+        dp4a_groups = Buffer(
+            "quads", (sym(count), parts, sym(len(self.products.dp4a_groups)), lane.extent), "int32", "local"
+        )
         place = (self.step, self.across)
         value, row_values = hoisted(
             self.value, tile._row, tile.column, (sym(count), row.extent), (self.step, self._own[0])
@@ -223,7 +225,7 @@ class _AmxTiles:
         )
         stores = [
             Store(dp4a_groups, (*place, sym(q), lane.var), dp4a_group)
-            for q, dp4a_group in enumerate(self.products.quads)
+            for q, dp4a_group in enumerate(self.products.dp4a_groups)
         ]
         stores += [Store(buffer, (*place, lane.var), hoisted_value) for buffer, hoisted_value in column_values]
 

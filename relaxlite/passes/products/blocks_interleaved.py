@@ -22,7 +22,7 @@ from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymVar, as_int, sym
 from relaxlite.passes.loops.transforms import less, nest, select_version
 from relaxlite.passes.products.block_terms import (
-    MOVED,
+    MAX_ORIGIN_OFFSET,
     ORIGIN,
     ORIGIN_BITS,
     SIGN,
@@ -91,7 +91,7 @@ class InterleavedRows(ManyRows):
         value = self.update.value
         sums = find_sums(value)
         most = None if sums is None else largest(sums)
-        if sums is None or most is None or most >= MOVED:
+        if sums is None or most is None or most >= MAX_ORIGIN_OFFSET:
             return False
         return scaled_at_once(value, sums.value, self._row.var) is not None
 

@@ -47,9 +47,9 @@ from relaxlite.passes.products.block_terms import (
     Sums,
     find_sums,
     fit_signed,
-    less_zero,
     scaled,
-    significant,
+    significant_bits,
+    subtract_zero_point,
     zeros_of,
 )
 from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan, interleaved_panels, kept_parts
@@ -109,7 +109,7 @@ class _ByteActivations:
             return self._replace(
                 stmt, self._sums.value, self._total([_one_chain(scaling) for scaling in self._sums.sums])
             )
-        codes = [less_zero(Scalar(c), z).value for c, z in zip(self._last.codes, self._zeros, strict=True)]
+        codes = [subtract_zero_point(Scalar(c), z).value for c, z in zip(self._last.codes, self._zeros, strict=True)]
         total, correction = self._total(self._unsigned_sums(codes)), self._correction(codes)
         scaling = scaled(self._value, self._sums.value)
         if scaling is None or not self._is_exact(scaling.b):
@@ -126,7 +126,7 @@ class _ByteActivations:
         """
         bits = (DP4A_BYTES * sum(self._max_codes) * (self._bias // SIGN)).bit_length()
         is_of_columns = self._row.var not in symbols_of(scale)
-        return self._fuses and is_of_columns and significant(scale) + bits <= FLOAT_BITS
+        return self._fuses and is_of_columns and significant_bits(scale) + bits <= FLOAT_BITS
 
     def _replace(self, stmt: Stmt, value: Value, replacement: Scalar) -> Stmt:
         return Replacement({id(value): replacement.value}).stmt(stmt)

@@ -157,12 +157,12 @@ class _Use:
         arrays, columns = [constant.value for constant in constants], int(self.part.column.extent)
         columns_per_part, result = max(1, AT_A_TIME // int(self.part.step.extent)), list[tuple[Array, ...]]()
         for start in range(0, columns, columns_per_part):
-            made = strategy.weights(
+            weights = strategy.weights(
                 Constant.of(self.part.floats(arrays, start, min(start + columns_per_part, columns)))
             )
-            if isinstance(made, str):
-                return made
-            result.append(tuple(constant.value for constant in made[1:]))
+            if isinstance(weights, str):
+                return weights
+            result.append(tuple(constant.value for constant in weights[1:]))
         return tuple(Constant.of(np.concatenate(parts)) for parts in zip(*result, strict=True))
 
 

@@ -17,7 +17,7 @@ from relaxlite.ir.program import Binary, Cast, For, Load, Value
 from relaxlite.ir.symbolic import SymExpr, product, sym
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.products.prologue import symbols_of
-from relaxlite.passes.products.reduction import Block
+from relaxlite.passes.products.reduction import ReductionBlock
 from relaxlite.records import dataclass
 
 _ANALYZER = Analyzer()
@@ -75,7 +75,7 @@ class Contraction:
     is_pair: bool = False
 
     @staticmethod
-    def of_block(block: Block, form: Form, row: For | None, column: For) -> Contraction:
+    def of_block(block: ReductionBlock, form: Form, row: For | None, column: For) -> Contraction:
         """Read the contraction off a block, given its row loop and its vectorized column loop."""
         steps = [loop.extent for loop in perfect_nest(block.stmts[1]).loops]
         contraction = Contraction(

@@ -17,8 +17,8 @@ from relaxlite.ir.symbolic import as_int
 from relaxlite.passes.loops.access import stride
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.loops.transforms import split
-from relaxlite.passes.products.pair_tile import apart, together
-from relaxlite.passes.products.reduction import Block
+from relaxlite.passes.products.pair_tile import join_pair, split_pair
+from relaxlite.passes.products.reduction import ReductionBlock
 from relaxlite.passes.schedule.primitives.tensorize import tensorize
 from relaxlite.records import dataclass
 
@@ -33,20 +33,22 @@ class Dots:
     group: int  # rows in a group: terms of one dot product
 
 
-def dot_products(block: Block, column: For, is_available: Callable[[str], bool]) -> Dots | None:
+def dot_products(block: ReductionBlock, column: For, is_available: Callable[[str], bool]) -> Dots | None:
     """Rewrite the innermost reduced loop of a block in steps of a dot product.
 
     None: no dot product whose intrinsic name passes `is_available` fits the block.
     """
     if not block.is_pair:
         return _dot_product(block, column, is_available)
-    first, second = (_dot_product(Block(block.spatial, body), column, is_available) for body in apart(block.body))
+    first, second = (
+        _dot_product(ReductionBlock(block.spatial, body), column, is_available) for body in split_pair(block.body)
+    )
     if first is None or second is None or first.group != second.group:
         return None
-    return Dots(first.name, together(first.body, second.body), (*first.operands, *second.operands), first.group)
+    return Dots(first.name, join_pair(first.body, second.body), (*first.operands, *second.operands), first.group)
 
 
-def _dot_product(block: Block, column: For, is_available: Callable[[str], bool]) -> Dots | None:
+def _dot_product(block: ReductionBlock, column: For, is_available: Callable[[str], bool]) -> Dots | None:
     update, reduced = block.update, perfect_nest(block.stmts[1]).loops
     value, loop = update.value, reduced[-1]
     if not isinstance(value, Binary) or value.op != "mul" or update.combine != "add":
@@ -68,7 +70,7 @@ def _dot_product(block: Block, column: For, is_available: Callable[[str], bool])
     return None
 
 
-def _tensorized(block: Block, loop: For, name: str, length: int) -> Allocate:
+def _tensorized(block: ReductionBlock, loop: For, name: str, length: int) -> Allocate:
     """Split `loop` of the block by the length of the dot product and tensorize the inner part."""
 
     def change(stmt: For) -> For:

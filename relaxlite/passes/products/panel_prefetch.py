@@ -34,10 +34,10 @@ from relaxlite.ir.program_visitor import Substitute, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.records import dataclass
 
-LINE = 64  # bytes of a cache line
+CACHE_LINE_BYTES = 64  # bytes of a cache line
 MIN_BLOCKS = 2
 Rows: TypeAlias = "Callable[[SymExpr], tuple[tuple[SymExpr, ...], ...]]"  # step -> indices of the matrix rows it reads
-ONE = 1 << 16  # fixed-point 1.0 of rates in lines per step
+FIXED_POINT_ONE = 1 << 16  # fixed-point 1.0 of rates in lines per step
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ def prefetcher_of(asks: PanelPrefetch, update: Stmt, column: SymVar, first: SymE
     operands = panel_operands(update, column)
     if not operands:
         return None
-    lines = -(-width * dtypes.itemsize(operands[0].buffer.dtype) // LINE)
+    lines = -(-width * dtypes.itemsize(operands[0].buffer.dtype) // CACHE_LINE_BYTES)
     if asks.ahead:
-        rate, block = SymVar("rate", lower=0, upper=ONE), SymVar("turn", lower=0)
+        rate, block = SymVar("rate", lower=0, upper=FIXED_POINT_ONE), SymVar("turn", lower=0)
         return BothPanels(column, first, width, lines, asks, rate, block)
     begin, end = (SymVar(name, lower=0, upper=lines - 1) for name in ("begin", "end"))
     return NextPanel(column, first, width, lines, SymVar("is_on", lower=0, upper=1), begin, end)
@@ -125,22 +125,22 @@ class BothPanels(PanelPrefetcher):
     """Prefetches lines of the own panel some steps ahead, and a share of the next panel."""
 
     asks: PanelPrefetch
-    rate: SymVar  # lines of the next panel per step, times ONE; 0 with one block, which prefetches the same line again
+    rate: SymVar  # lines of the next panel per step, in units of 1 / FIXED_POINT_ONE; 0: the same line
     block: SymVar  # the number of the row block
 
     def _values(self, blocks: SymExpr, block: SymExpr) -> dict[SymVar, SymExpr]:
         if not self.asks.for_next:
             return {}
-        even_rate = smin(self.lines * ONE // smax(blocks, 1), ONE)
+        even_rate = smin(self.lines * FIXED_POINT_ONE // smax(blocks, 1), FIXED_POINT_ONE)
         return {self.block: sym(block), self.rate: even_rate * smin(blocks // MIN_BLOCKS, 1)}
 
     def _prefetches(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
-        line, rows_ahead = LINE // dtypes.itemsize(operand.dtype), rows(step + self.asks.ahead)
+        line, rows_ahead = CACHE_LINE_BYTES // dtypes.itemsize(operand.dtype), rows(step + self.asks.ahead)
         places = [(*row, self.first + k * line) for row in rows_ahead for k in range(self.lines)]
         prefetches = [Prefetch(operand, place, self.asks.cache) for place in places]
         if self.asks.for_next:
             *batch, current_row = rows(step)[0]
-            line_number = (self.block * operand.shape[-2] + current_row) * self.rate // ONE
+            line_number = (self.block * operand.shape[-2] + current_row) * self.rate // FIXED_POINT_ONE
             column = self.first + self.width + line_number % self.lines * line
             prefetches.append(Prefetch(operand, (*batch, line_number // self.lines, column)))
         return prefetches
@@ -169,7 +169,7 @@ class NextPanel(PanelPrefetcher):
         }
 
     def _prefetches(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
-        line, start = LINE // dtypes.itemsize(operand.dtype), self.first + self.is_on * self.width
+        line, start = CACHE_LINE_BYTES // dtypes.itemsize(operand.dtype), self.first + self.is_on * self.width
         max_lines = range(-(-self.lines // MIN_BLOCKS))
         columns = [start + smin(self.begin + k, self.end) * line for k in max_lines]
         return [Prefetch(operand, (*row, column)) for row in rows(step * self.is_on) for column in columns]

@@ -38,8 +38,8 @@ from relaxlite.passes.loops.parallel import has_disjoint_writes
 from relaxlite.passes.loops.pattern import perfect_nest, reduction_of
 from relaxlite.passes.loops.transforms import fuse, less, select_version
 from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
-from relaxlite.passes.products.pair_tile import PairTile, apart, pair_of
-from relaxlite.passes.products.panel_prefetch import LINE, PanelPrefetch
+from relaxlite.passes.products.pair_tile import PairTile, pair_of, split_pair
+from relaxlite.passes.products.panel_prefetch import CACHE_LINE_BYTES, PanelPrefetch
 from relaxlite.passes.products.prologue import Prologue, Stream, find_prologue
 from relaxlite.passes.products.register_tile import (
     ENOUGH_SUMS,
@@ -73,7 +73,7 @@ class RowShape:
 
 
 def tiled(
-    block: Block,
+    block: ReductionBlock,
     column: For,
     lanes: int,
     registers: int = 32,
@@ -142,15 +142,15 @@ def _in_groups(tile: Tile, pieces: Sequence[ColumnPiece], others: Sequence[tuple
     return grid([*others, (group, rows.groups), across, (block, rows.in_group)], code)
 
 
-def prologues_of(block: Block, column: For) -> tuple[Prologue, ...]:
+def prologues_of(block: ReductionBlock, column: For) -> tuple[Prologue, ...]:
     """Return the prologue of the columns' operand for each sum of an element; none: in some sum it is a plain load."""
     row = block.row_loop(column)
-    bodies = apart(block.body) if block.is_pair else (block.body,)
-    prologues = [_prologue(Block(block.spatial, body), column, row) for body in bodies]
+    bodies = split_pair(block.body) if block.is_pair else (block.body,)
+    prologues = [_prologue(ReductionBlock(block.spatial, body), column, row) for body in bodies]
     return tuple(prologue for prologue in prologues if prologue is not None) if None not in prologues else ()
 
 
-def _prologue(block: Block, column: For, row: For | None) -> Prologue | None:
+def _prologue(block: ReductionBlock, column: For, row: For | None) -> Prologue | None:
     init = block.stmts[0]
     if not isinstance(init, Store) or not isinstance(init.value, Literal) or init.value.value != 0:
         return None
@@ -200,7 +200,7 @@ def over_panels(
     return Substitute(fresh=True).stmt(grid([*others, (share, shares), across], tiles))
 
 
-def _rows_first(block: Block, row: For) -> bool:
+def _rows_first(block: ReductionBlock, row: For) -> bool:
     """Whether the loop over row blocks is the outer one, for few steps and many rows: results are then written in
     order.
 
@@ -211,7 +211,7 @@ def _rows_first(block: Block, row: For) -> bool:
 
 
 def tile_size(
-    block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT
+    block: ReductionBlock, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT
 ) -> tuple[For | None, int, int]:
     """Return (the loop over rows or None, the maximum rows of a tile, its vectors)."""
     row = block.row_loop(column)
@@ -226,13 +226,15 @@ def tile_shape(
     return 1 if row is None else _rows(row, vectors * sums, registers, choice), vectors
 
 
-def panel_width(block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT) -> int:
+def panel_width(
+    block: ReductionBlock, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT
+) -> int:
     """Return the columns of a tile."""
     return _vectors(column, lanes, registers, choice, len(block.updates)) * lanes
 
 
 def panel_widths(
-    block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT
+    block: ReductionBlock, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT
 ) -> dict[Buffer, int]:
     """Return the operands that a tile reads by rows of its width, as weights of a matmul, with that width.
 
@@ -255,7 +257,11 @@ def prefetch_distances(panels: Iterable[Buffer], most: int) -> dict[Buffer, int]
     `most`: the distance in the operand with the most bytes per column; the others in proportion, at the same step.
     """
     rows = {b: (as_int(b.shape[0]) or 1) * dtypes.itemsize(b.dtype) for b in panels}
-    return {b: -(-most * size // max(rows.values()) // LINE) * LINE for b, size in rows.items()} if most else {}
+    return (
+        {b: -(-most * size // max(rows.values()) // CACHE_LINE_BYTES) * CACHE_LINE_BYTES for b, size in rows.items()}
+        if most
+        else {}
+    )
 
 
 def _accumulators(registers: int) -> int:
@@ -282,7 +288,7 @@ def _counter(name: str, count: SymExpr) -> tuple[SymVar, SymExpr]:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ReductionBlock:
     """A reduction: for spatial: { element[]; init; reduced loops: combine; epilogue }.
 
     The epilogue may be such a block itself: a pair of reductions over the same loops (pair_products.py).
@@ -314,7 +320,7 @@ class Block:
         elements = {update.buffer for update in self.updates}
         return (load for update in self.updates for load in loads(update) if load.buffer not in elements)
 
-    def fused(self, *, reduced: bool = True) -> Block:
+    def fused(self, *, reduced: bool = True) -> ReductionBlock:
         """Fuse adjacent spatial loops, and adjacent reduced loops if `reduced`, where accesses stay linear."""
         spatial, body = list(self.spatial), self.body
         k = len(spatial) - 2
@@ -326,7 +332,7 @@ class Block:
                 assert isinstance(merged.body, Allocate)
                 body = merged.body
             k -= 1
-        return Block(tuple(spatial), replace(body, body=_fuse_reduced(body.body)) if reduced else body)
+        return ReductionBlock(tuple(spatial), replace(body, body=_fuse_reduced(body.body)) if reduced else body)
 
     def vector_loop(self) -> For | None:
         """Return the spatial loop to vectorize; None: there is none.
@@ -372,7 +378,7 @@ def _fuse_reduced(stmt: Stmt) -> Stmt:
     return stmt
 
 
-def reduction_block(stage: Stmt) -> Block | None:
+def reduction_block(stage: Stmt) -> ReductionBlock | None:
     """Match a stage as a reduction, or a pair of reductions, whose loops may be reordered; None: no match.
 
     Elements must be independent of each other, and no extent may depend on another loop.
@@ -385,4 +391,4 @@ def reduction_block(stage: Stmt) -> Block | None:
     variables = {loop.var for loop in loops}
     if any(variables & set(loop.extent.free_vars()) for loop in loops):
         return None
-    return Block(reductions[0].spatial, reductions[0].block)
+    return ReductionBlock(reductions[0].spatial, reductions[0].block)

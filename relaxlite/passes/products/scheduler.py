@@ -45,7 +45,7 @@ from relaxlite.passes.products.dots import Dots, dot_products
 from relaxlite.passes.products.dots_amx import amx_dots
 from relaxlite.passes.products.panel_prefetch import PanelPrefetch, steps_of, width_that_fits
 from relaxlite.passes.products.reduction import (
-    Block,
+    ReductionBlock,
     panel_width,
     panel_widths,
     prefetch_distances,
@@ -138,7 +138,7 @@ class ReductionScheduler:
     steps: list[Step]
     packs: bool = True
 
-    def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
+    def reduction(self, block: ReductionBlock, *, packs: bool = True) -> Stmt:
         """Lower a block by the strategies of the first form that its loops match."""
         rules = self if packs else replace(self, packs=False)
         fused = block.fused()
@@ -180,7 +180,7 @@ class ReductionScheduler:
 
     # Windows
 
-    def _windows(self, block: Block) -> Stmt | None:
+    def _windows(self, block: ReductionBlock) -> Stmt | None:
         """Lower a depthwise convolution or pooling; None: the block is neither."""
         lanes = self._lanes(block.body)
         window = None if block.is_pair else window_of(block, lanes)
@@ -197,7 +197,7 @@ class ReductionScheduler:
 
     # Blocked weights
 
-    def _blocked(self, block: Block) -> Stmt | None:
+    def _blocked(self, block: ReductionBlock) -> Stmt | None:
         lanes = self._lanes(block.body)
         product = block_product(block, lanes, self.target) if lanes > 1 else None
         if product is None:
@@ -259,7 +259,7 @@ class ReductionScheduler:
 
     # Convolutions
 
-    def _convolution(self, unfused: Block, block: Block) -> Stmt | None:
+    def _convolution(self, unfused: ReductionBlock, block: ReductionBlock) -> Stmt | None:
         lanes, registers = self._lanes(block.body), self.target.num_vector_registers
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is None:
@@ -279,7 +279,7 @@ class ReductionScheduler:
         flat = unfused.fused(reduced=False)
         return self._or_amx(flat, flat.spatial[-1], lanes, tile.width, code)
 
-    def _dots_of_filters(self, block: Block, lanes: int, registers: int) -> tuple[FilterTile, Dots] | None:
+    def _dots_of_filters(self, block: ReductionBlock, lanes: int, registers: int) -> tuple[FilterTile, Dots] | None:
         """Match a tile that sums channels by dot products; the loop over channels is not fused with those over the
         kernel."""
         tile = filter_tile(block.fused(reduced=False), lanes, registers, self.choice)
@@ -290,7 +290,7 @@ class ReductionScheduler:
 
     # Winograd's inner product
 
-    def _winograd(self, block: Block) -> Stmt | None:
+    def _winograd(self, block: ReductionBlock) -> Stmt | None:
         """Lower a sum of several products per step, as winograd_products.py and int16_products.py build; None: no
         match."""
         lanes = self._lanes(block.body)
@@ -329,7 +329,7 @@ class ReductionScheduler:
 
     # Matrix products
 
-    def _matmul(self, block: Block) -> Stmt | None:
+    def _matmul(self, block: ReductionBlock) -> Stmt | None:
         """Lower a block to register tiles whose vectors lie along the columns; None: no loop fits vectors.
 
         The tiles are of dot products, of weights with a prologue, or of FMAs.
@@ -365,7 +365,7 @@ class ReductionScheduler:
         return self._or_amx(block, column, lanes, panel_width(block, column, lanes, registers, choice), code)
 
     def _tile_choice(
-        self, block: Block, column: For, lanes: int, strategy: Strategy
+        self, block: ReductionBlock, column: For, lanes: int, strategy: Strategy
     ) -> tuple[ScheduleChoice, PanelPrefetch | None]:
         """Return the sizes of register tiles, and how they prefetch panels of weights."""
         choice, prefetch = self.given if strategy is DEQUANTIZED_FMA else self.choice, None
@@ -378,7 +378,7 @@ class ReductionScheduler:
             prefetch = PanelPrefetch(steps, for_next=False, cache=2) if steps else None
         return choice, prefetch
 
-    def _is_counted_by_data(self, block: Block, column: For) -> bool:
+    def _is_counted_by_data(self, block: ReductionBlock, column: For) -> bool:
         """Whether data, not symbols of the program, determine the number of rows, as in attention over pages.
 
         A row is then computed alone or beside others. Each element must be one sum, in the order of its terms, so that
@@ -387,7 +387,9 @@ class ReductionScheduler:
         row = block.row_loop(column)
         return row is not None and not set(row.extent.free_vars()) <= set(self.program.symbols)
 
-    def _panel_prefetch(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, PanelPrefetch | None]:
+    def _panel_prefetch(
+        self, block: ReductionBlock, column: For, lanes: int
+    ) -> tuple[ScheduleChoice, PanelPrefetch | None]:
         """Choose tiles of the usual width, or narrower where two panels then fit into L2, and their prefetches.
 
         Where no width fits, tiles do not prefetch the next panel.
@@ -425,7 +427,7 @@ class ReductionScheduler:
             self.layouts.row_groups[operand] = dots.group
             self.note("dot_products", operand.name, length=dots.group)
 
-    def _or_amx(self, block: Block, column: For, lanes: int, width: int, code: Stmt) -> Stmt:
+    def _or_amx(self, block: ReductionBlock, column: For, lanes: int, width: int, code: Stmt) -> Stmt:
         """Return code that selects AMX tiles from 16 rows on, and `code`, the dot products of the block, below."""
         x = Contraction.of_block(block, "matmul", block.row_loop(column), column).x
         strategy = _AMX_DOTS.get(x.kind)
@@ -445,7 +447,7 @@ class ReductionScheduler:
 
     # Sums along the depth
 
-    def _along_the_depth(self, block: Block) -> Stmt:
+    def _along_the_depth(self, block: ReductionBlock) -> Stmt:
         """Lower a sum whose operands are contiguous along the depth: partial sums in lanes, or transposed panels."""
         lanes, registers = self._lanes(block.body), self.target.num_vector_registers
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
@@ -457,7 +459,7 @@ class ReductionScheduler:
         self.note("transposed_panels", operand.column.var.name, row=operand.row.var.name, lanes=lanes)
         return tiled_transposed(block, operand, lanes, registers, code, self.choice)
 
-    def _lanes_of_reduced(self, block: Block, lanes: int) -> Allocate:
+    def _lanes_of_reduced(self, block: ReductionBlock, lanes: int) -> Allocate:
         """Split the innermost reduced loop into partial results in vector lanes, if it is contiguous."""
 
         def rewrite(stmt: Stmt) -> Stmt:
@@ -473,7 +475,7 @@ class ReductionScheduler:
 
         return replace(block.body, body=seq(*(rewrite(s) for s in block.stmts)))
 
-    def step_reduction(self, block: Block, *, unknown: int) -> Stmt:
+    def step_reduction(self, block: ReductionBlock, *, unknown: int) -> Stmt:
         """Lower a reduction inside a stage that may run many times: it is parallel only where each run pays for
         threads.
 

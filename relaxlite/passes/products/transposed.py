@@ -34,7 +34,7 @@ from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.loops.transforms import less, when_positive
 from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.prologue import symbols_of
-from relaxlite.passes.products.reduction import Block, over_panels, tile_shape
+from relaxlite.passes.products.reduction import ReductionBlock, over_panels, tile_shape
 from relaxlite.passes.products.register_tile import ENOUGH_SUMS, Tile, column_pieces
 from relaxlite.records import dataclass
 
@@ -51,7 +51,7 @@ class TransposedOperand:
     operand: Value
 
 
-def find_transposed(block: Block) -> TransposedOperand | None:
+def find_transposed(block: ReductionBlock) -> TransposedOperand | None:
     """Find an operand contiguous along the depth; None: there is none, or the sum does not start from 0."""
     init, loops = block.stmts[0], perfect_nest(block.stmts[1]).loops
     product = block.update.value
@@ -79,7 +79,12 @@ def find_transposed(block: Block) -> TransposedOperand | None:
 
 
 def tiled_transposed(
-    block: Block, match: TransposedOperand, lanes: int, registers: int, few: Stmt, choice: ScheduleChoice = DEFAULT
+    block: ReductionBlock,
+    match: TransposedOperand,
+    lanes: int,
+    registers: int,
+    few: Stmt,
+    choice: ScheduleChoice = DEFAULT,
 ) -> Stmt:
     """Select `few` for few rows of long sums, else register tiles over transposed panels.
 

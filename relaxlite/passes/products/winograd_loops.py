@@ -25,13 +25,15 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.loops.transforms import init_accumulators, split_reduction
-from relaxlite.passes.products.prepared_rows import Elsewhere, Product, Products, Rows, Weights
+from relaxlite.passes.products.prepared_rows import PreparedWeights, Product, Products, ReplaceLoad, Rows
 from relaxlite.passes.products.winograd_weights import TERMS, whole_steps
 from relaxlite.records import dataclass
 
 MIN_ROWS = 10
 MIN_WORK = 2**21  # multiplications; below, the pass over x costs what the tiles gain
-LARGEST_POWER = 80  # rows whose sum of squares is above 2**80 or below 2**-80 have no length and take the fallback
+MAX_LENGTH_EXPONENT = (
+    80  # rows whose sum of squares is above 2**80 or below 2**-80 have no length and take the fallback
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,15 +56,15 @@ class FloatProducts(Products):
     def weight_rows(self) -> int:
         return whole_steps(self.depth)
 
-    def _plain(self, part: Product, weights: Weights) -> Stmt:
+    def _plain(self, part: Product, weights: PreparedWeights) -> Stmt:
         if part.is_kept:
             return Substitute(fresh=True).stmt(part.stage)
         assert isinstance(part.w, Load)
         total, width = part.block.body.buffer, weights.width[part.column.var]
-        reduced = Elsewhere(part.w, weights.w[part.w.indices[-2:]]).stmt(part.block.stmts[1])
+        reduced = ReplaceLoad(part.w, weights.w[part.w.indices[-2:]]).stmt(part.block.stmts[1])
         return part.with_sum(reduced, Binary("mul", total[()], width), total)
 
-    def _fast(self, part: Product, weights: Weights, rows: Rows) -> Stmt:
+    def _fast(self, part: Product, weights: PreparedWeights, rows: Rows) -> Stmt:
         total, row, column = part.block.body.buffer, part.row, part.column.var
         step = SymVar("t", lower=0)
         places = [step * TERMS + n for n in range(TERMS)]
@@ -77,7 +79,7 @@ class FloatProducts(Products):
         stage = part.with_sum(reduced, finish.value, total)
         return Allocate(weights.w, seq(*self._widen(part, weights), stage)) if part.is_kept else stage
 
-    def _widen(self, part: Product, weights: Weights) -> list[Stmt]:
+    def _widen(self, part: Product, weights: PreparedWeights) -> list[Stmt]:
         """Return the stages that dequantize w and pad it to whole steps. Columns of zeros, whose width is 0, stay
         zero."""
         width = Scalar(weights.width[part.column.var])
@@ -95,7 +97,7 @@ class FloatProducts(Products):
             Buffer(name, (sym(lanes),), "float32", "local") for name in ("squares", "peaks", "powers", "pairs")
         )
         length, peak, inverse_power = Scalar(squares[lane]), Scalar(peaks[lane]), 1.0 / Scalar(powers[lane])
-        has_length = (length >= 2.0**-LARGEST_POWER) & (length <= 2.0**LARGEST_POWER)
+        has_length = (length >= 2.0**-MAX_LENGTH_EXPONENT) & (length <= 2.0**MAX_LENGTH_EXPONENT)
         is_zero = length.equals(0.0) & peak.equals(0.0)
         exponent = (select(has_length, length, 1.0).unary("log") * (0.5 / math.log(2))).unary("round")
         infinite = Scalar(Literal(float("inf"), "float32"))

@@ -15,7 +15,7 @@ from relaxlite.passes.loops.transforms import less, nest, select_version
 from relaxlite.passes.products.choice import ScheduleChoice
 from relaxlite.passes.products.panel_prefetch import PanelPrefetch
 from relaxlite.passes.products.prepared_rows import ROW_UNIT
-from relaxlite.passes.products.reduction import Block, RowShape, panel_widths, tiled
+from relaxlite.passes.products.reduction import ReductionBlock, RowShape, panel_widths, tiled
 from relaxlite.passes.products.winograd_loops import MIN_ROWS
 from relaxlite.records import dataclass
 from relaxlite.target import Target
@@ -74,7 +74,7 @@ def blocks_together(weights: Buffer, target: Target) -> int | None:
     return 1 if weight_bytes <= target.l2_bytes // 2 else max(2, target.l2_bytes // 4 // block_bytes)
 
 
-def chained_terms(block: Block, target: Target) -> Allocate | None:
+def chained_terms(block: ReductionBlock, target: Target) -> Allocate | None:
     """Rewrite a sum of several products per step as a chain of FMAs or dot products; None: it is no such sum."""
     update, init, reduced, *final = block.update, *block.stmts
     terms = _terms(update.value)
@@ -98,7 +98,7 @@ def chained_terms(block: Block, target: Target) -> Allocate | None:
 
 
 def tiled_inner(
-    block: Block,
+    block: ReductionBlock,
     column: For,
     body: Allocate,
     lanes: int,

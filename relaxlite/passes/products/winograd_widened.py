@@ -26,9 +26,9 @@ from relaxlite.ir.program_visitor import Substitute, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate, smax, smin, sym
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.loops.transforms import GuardLoads, less, when_positive
-from relaxlite.passes.products.panel_prefetch import LINE, NextPart
+from relaxlite.passes.products.panel_prefetch import CACHE_LINE_BYTES, NextPart
 from relaxlite.passes.products.prologue import shared_steps
-from relaxlite.passes.products.reduction import Block, over_panels, reduction_block
+from relaxlite.passes.products.reduction import ReductionBlock, over_panels, reduction_block
 from relaxlite.passes.products.register_tile import PanelRows, Tile, column_pieces
 from relaxlite.passes.products.winograd_loops import MIN_ROWS
 from relaxlite.passes.products.winograd_tile import InnerTile, chained_terms
@@ -59,7 +59,7 @@ class Widened:
 
     w: Buffer
     makers: tuple[Stmt, ...]
-    block: Block
+    block: ReductionBlock
     body: Allocate
     column: For
 
@@ -119,9 +119,9 @@ def _line_prefetches(
         row_bytes = width * size
         count = evaluate(index, {row.var: PART * TERMS}) - evaluate(index, {row.var: 0})
         *before, begin, _ = Substitute({row.var: smin(corner[0], row.extent)}).indices(load.indices)
-        for first in range(0, -(-count * row_bytes // LINE), PART):
-            at = (first + step) * LINE
-            column = corner[1] + at % row_bytes // size if row_bytes > LINE else corner[1]
+        for first in range(0, -(-count * row_bytes // CACHE_LINE_BYTES), PART):
+            at = (first + step) * CACHE_LINE_BYTES
+            column = corner[1] + at % row_bytes // size if row_bytes > CACHE_LINE_BYTES else corner[1]
             result.append(Prefetch(load.buffer, (*before, (begin + at // row_bytes) * is_on, column), 2))
     return result
 
@@ -154,7 +154,7 @@ def _fill_rows(maker: Stmt, panel: Buffer, ends: tuple[SymExpr, SymExpr], first:
         store_lane = Store(panel, (begin + number + before - ends[0], panel_column), guard.value(value))
         return For(part, panel.shape[1] // lanes, For(lane, sym(lanes), store_lane, "vectorized"), "unrolled")
 
-    lines = [LINE // (dtypes.itemsize(load.dtype) * lanes) for load in stored_columns(maker)]
+    lines = [CACHE_LINE_BYTES // (dtypes.itemsize(load.dtype) * lanes) for load in stored_columns(maker)]
     unrolled_rows = max(
         shared_steps(store.value, row.var), *lines, 1
     )  # rows of one packed int32 or cache line are unrolled

@@ -28,7 +28,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import int16_products as word_products
-from relaxlite.passes.products.int16_weights import LONGEST, MAX_DEPTH, MAX_W, MAX_X, int16_of
+from relaxlite.passes.products.int16_weights import MAX_DEPTH, MAX_LENGTH, MAX_W, MAX_X, int16_of
 from relaxlite.target import Target
 from relaxlite.validation.oracle import Expected
 from relaxlite.validation.validator import Validator
@@ -64,7 +64,7 @@ def numbers(x: np.ndarray, most: int) -> np.ndarray:
     """The rows of x as what their whole numbers stand for, in float64."""
     wide = np.abs(x.astype(np.float64))
     peak, length = wide.max(-1, keepdims=True, initial=0), np.linalg.norm(wide, axis=-1, keepdims=True)
-    step = np.maximum(peak / most, length / LONGEST)
+    step = np.maximum(peak / most, length / MAX_LENGTH)
     step[step == 0] = 1
     return np.asarray(np.rint(x / step) * step)
 
@@ -160,7 +160,7 @@ def test_words_hold_the_numbers_of_two_rows_and_add_without_a_carry(depth: int) 
     assert min(low.min(), high.min()) >= 0 and max(low.max(), high.max()) <= 2 * MAX_W
     assert 2 * MAX_W + 2 * MAX_X < 2**15
     numbers = np.concatenate([low, high]).astype(np.int64) - MAX_W
-    assert np.all(np.linalg.norm(numbers, axis=0) <= LONGEST + np.sqrt(depth))
+    assert np.all(np.linalg.norm(numbers, axis=0) <= MAX_LENGTH + np.sqrt(depth))
     off = np.linalg.norm(numbers * width.astype(np.float64) - w, axis=0)
     assert np.all(off <= 2.0**-8 * np.linalg.norm(w, axis=0)) and not numbers[:, 7].any()
 
@@ -183,7 +183,7 @@ def test_the_greatest_sums_of_products_stay_within_32_bits() -> None:
 def test_results_are_those_of_rounded_rows_and_columns(depth: int, columns: int, target: Target) -> None:
     w = weights(depth, columns)
     run = compiled(linear(w), target)
-    step = np.maximum(np.abs(w).max(axis=0) / MAX_W, np.linalg.norm(w.astype(np.float64), axis=0) / LONGEST)
+    step = np.maximum(np.abs(w).max(axis=0) / MAX_W, np.linalg.norm(w.astype(np.float64), axis=0) / MAX_LENGTH)
     whole = np.rint(w / step) * step
     for count in ROWS:
         x = rows(count, depth)
@@ -227,7 +227,9 @@ def test_no_row_moves_further_than_rounding_to_bfloat16_may_move_it() -> None:
     x = rng.uniform(0.5, 1.5, (5, MAX_DEPTH)).astype(np.float32)
     x[:, 7:8] *= large
     run = compiled(linear(w))
-    whole = np.rint(w / (step := np.maximum(np.abs(w).max(axis=0) / MAX_W, np.linalg.norm(w, axis=0) / LONGEST))) * step
+    whole = (
+        np.rint(w / (step := np.maximum(np.abs(w).max(axis=0) / MAX_W, np.linalg.norm(w, axis=0) / MAX_LENGTH))) * step
+    )
     moved = np.asarray(run(x)) - x.astype(np.float64) @ whole
     assert np.all(np.abs(moved) <= 2.0**-8 * np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(whole, axis=0))
     assert np.all(np.linalg.norm(numbers(x, MAX_X) - x, axis=1) <= 2.0**-8 * np.linalg.norm(x, axis=1))

@@ -37,7 +37,7 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.products.pack_constants import pack_program
 from relaxlite.passes.products.panel_prefetch import (
-    ONE,
+    FIXED_POINT_ONE,
     BothPanels,
     NextPanel,
     PanelPrefetch,
@@ -147,7 +147,7 @@ def test_all_row_blocks_ask_for_a_share_of_the_next_panel(lines: int, depth: int
             while isinstance(stmt, LetIndex):
                 assert isinstance(stmt.value, IndexValue)
                 known[stmt.var], stmt = evaluate(stmt.value.index, known), stmt.body
-            assert 0 <= known[found.rate] <= ONE
+            assert 0 <= known[found.rate] <= FIXED_POINT_ONE
             for k in range(depth):
                 known[step] = k
                 row, column = (evaluate(index, known) for index in following.indices)

@@ -1,6 +1,7 @@
-"""One file per architecture. Each describes what its hyperparameters mean; layers and file formats are shared.
+"""Architectures of language models, one file per family: how hyperparameters translate to a `DecoderConfig`.
 
-A new architecture is a file with an `Architecture`, and its line in ARCHITECTURES.
+Layers and file formats are shared. To add an architecture, write a file with an `Architecture` and list it in
+ARCHITECTURES.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 
 
 def find_architecture(name: str, source: str) -> Architecture:
-    """By the name in a checkpoint. ImportModelError names those that are known."""
+    """Find an architecture by its name in a checkpoint. Raises ImportModelError, which lists known names."""
     for architecture in ARCHITECTURES:
         if name in architecture.names:
             return architecture

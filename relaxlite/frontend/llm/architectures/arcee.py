@@ -1,4 +1,4 @@
-"""Arcee's foundation models (AFM, 2025): Llama whose MLP is a squared ReLU (arXiv 2109.08668) without gates."""
+"""Arcee's foundation models (AFM, 2025): Llama with an ungated MLP and squared ReLU (arXiv 2109.08668)."""
 
 from __future__ import annotations
 

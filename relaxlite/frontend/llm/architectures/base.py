@@ -1,4 +1,4 @@
-"""What architectures share: hyperparameters under one name for both file formats, and the names of weights."""
+"""Shared parts of architectures: hyperparameters under one name for both file formats, and names of weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope, RopeScaling, Scores, yarn_attention
 from relaxlite.records import dataclass
 
-# ours -> as config.json of Hugging Face calls it, and as GGUF does behind the architecture's name
+# our name -> key in Hugging Face's config.json, key in GGUF without the prefix of the architecture
 _KEYS = {
     "vocab": ("vocab_size", "vocab_size"),
     "hidden": ("hidden_size", "embedding_length"),
@@ -53,72 +53,76 @@ _KEYS = {
     "expert_groups_chosen": ("topk_group", "expert_group_used_count"),
     "shared_width": ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
 }
-_MAX = {"layers": 10_000}  # of any integer: 2**31; a damaged file may say anything
+_MAX = {"layers": 10_000}  # sanity limits for damaged files; 2**31 for other integers
 _MAX_EXPERTS = 100_000  # of all layers
-_SCORES: Mapping[int, Scores] = {1: "softmax", 2: "sigmoid"}  # as GGUF numbers them; 0: it does not say
+_SCORES: Mapping[int, Scores] = {1: "softmax", 2: "sigmoid"}  # by their numbers in GGUF; 0: unspecified
 _NUMBERED = [f"{number} ({scores})" for number, scores in _SCORES.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """Values of a checkpoint by our names. `source` names the file in errors, `raw` has all that the file says, where
-    it has keys of its own by the usual ones: `own_keys` are these by the usual ones."""
+    """The hyperparameters of a checkpoint, under the names of this package.
+
+    `source` names the file in errors. `raw` has all fields of the file under the usual keys; `own_keys` maps usual keys
+    to the keys that the file has instead.
+    """
 
     source: str
     raw: Mapping[str, Any]
     is_gguf: bool
-    prefix: str = ""  # of GGUF's keys: "llama."
+    prefix: str = ""  # of keys in GGUF: "llama."
     own_keys: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return a hyperparameter as it is in the file, or a default."""
         hugging_face, gguf = _KEYS[name]
         result = self.raw.get(self.prefix + gguf if self.is_gguf else hugging_face)
         return default if result is None else result
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer. ImportModelError: it is missing and has no default, or is none."""
+        """Return a positive integer. Raises ImportModelError for other values, and if it is missing without default."""
         result = self.get(name, default)
         if isinstance(result, list) and result and all(value == result[0] for value in result):
-            result = result[0]  # one for each layer, and all the same
+            result = result[0]  # given per layer, the same for all
         if not isinstance(result, int) or isinstance(result, bool) or not 0 < result <= _MAX.get(name, 2**31):
             raise self._error(name, result, "a positive integer, the same for all layers")
         return result
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number. ImportModelError: it is missing and has no default, or is none."""
+        """Return a positive number. Raises ImportModelError for other values, and if it is missing without default."""
         result: Any = self.get(name, default)
         if _is_positive(result):
             return float(result)
         raise self._error(name, result, "a positive number")
 
     def optional(self, name: str) -> float | None:
-        """A positive number, or None where the checkpoint does not say one; in GGUF 0 says so, too."""
+        """Return a positive number; None if it is missing, or 0 in GGUF."""
         result = self.get(name)
         return None if result is None or (self.is_gguf and result == 0) else self.number(name)
 
     def head_width(self, default: int | None) -> int:
-        """Of each head, where config.json does not say `default`, in GGUF and without that the share of each."""
+        """Return the width of a head: as in the file, else `default`; in GGUF, or if that is None, hidden / heads."""
         share = self.integer("hidden") // self.integer("heads")
         return self.integer("head_width", share if self.is_gguf or default is None else default)
 
     def flag(self, name: str) -> bool:
-        """False where the checkpoint does not say. ImportModelError: neither true nor false."""
+        """Return a boolean, False if it is missing. Raises ImportModelError for other values."""
         result = self.get(name, False)
         if isinstance(result, bool):
             return result
         raise self._error(name, result, "true or false")
 
     def biases(self) -> dict[str, bool]:
-        """Which products have them."""
+        """Return which projections have biases, as fields of `DecoderConfig`."""
         return {f"has_{part}_bias": self.flag(f"{part}_bias") for part in ("qkv", "o", "mlp")}
 
     def key(self, name: str) -> str:
-        """As the checkpoint calls it."""
+        """Return the key of a hyperparameter in the file."""
         usual = self.prefix + _KEYS[name][1] if self.is_gguf else _KEYS[name][0]
         return self.own_keys.get(usual, usual)
 
     def size(self, key: str) -> int:
-        """A positive integer under a key of the checkpoint's own."""
+        """Return a positive integer by its key in the file. Raises ImportModelError for other values."""
         result = self.raw.get(key)
         if not isinstance(result, int) or isinstance(result, bool) or not 0 < result < 2**20:
             raise ImportModelError(
@@ -127,7 +131,7 @@ class Hyperparameters:
         return result
 
     def by_layer(self, name: str) -> tuple[int, ...]:
-        """A positive integer of each layer, which the checkpoint gives one by one or once for all."""
+        """Return a positive integer for each layer; the file has one for each, or one for all."""
         result, layers = self.get(name), self.integer("layers")
         if not isinstance(result, list):
             return (self.integer(name),) * layers
@@ -136,10 +140,10 @@ class Hyperparameters:
         return tuple(result)
 
     def kv_heads_of_some(self) -> int:
-        """Of the layers that attend, where GGUF says 0 of the others."""
+        """Return the number of KV heads of the attention layers, where GGUF has 0 for other layers."""
         counts = self.get("kv_heads")
-        some = {count for count in counts if count} if isinstance(counts, list) else {counts}
-        (count,) = some if len(some) == 1 else (None,)
+        distinct = {count for count in counts if count} if isinstance(counts, list) else {counts}
+        (count,) = distinct if len(distinct) == 1 else (None,)
         if not isinstance(count, int) or count < 1:
             raise ImportModelError(
                 f"{self.source}: {self.key('kv_heads')} must be one number of all layers that attend"
@@ -147,7 +151,7 @@ class Hyperparameters:
         return count
 
     def guessing_layers(self) -> int:
-        """Of the blocks that GGUF counts, those at the end that guess tokens further ahead: we have other guesses."""
+        """Return how many of the last blocks in GGUF are for multi-token prediction, which is not imported."""
         result = self.raw.get(f"{self.prefix}nextn_predict_layers", 0) if self.is_gguf else 0
         if not isinstance(result, int) or not 0 <= result < self.integer("layers"):
             raise ImportModelError(
@@ -156,28 +160,31 @@ class Hyperparameters:
         return result
 
     def layers_behind(self, key: str, usual: int) -> tuple[bool, ...]:
-        """By layer, whether it is none of the first ones, whose number a key of config.json says."""
+        """Return for each layer whether its index is at least the number under a key of config.json."""
         first = self._count(key, usual, "layers")
         return tuple(k >= first for k in range(self.integer("layers")))
 
     def shared_width(self, key: str, usual: int) -> int | None:
-        """Of the experts that all tokens go through, together, whose number a key of config.json says."""
+        """Return the total width of the shared experts, whose number is under a key of config.json; None for none."""
         return None if self.is_gguf else self._count(key, usual, "experts") * self.integer("expert_width") or None
 
     def _count(self, key: str, usual: int, of: str) -> int:
+        """Return an integer from 0 on; `of` names what is counted in errors."""
         result = self.raw.get(key, usual)
         if not isinstance(result, int) or result < 0:
             raise ImportModelError(f"{self.source}: {key} = {_short(result)} must be a number of {of}")
         return result
 
     def window(self) -> int | None:
-        """How many last tokens layers see; None: all."""
+        """Return the width of sliding-window attention in tokens; None for full attention."""
         result = self.get("window")
         return None if result is None or (self.is_gguf and result == 0) else self.integer("window")
 
     def local_layers(self, every: int) -> tuple[bool, ...]:
-        """By layer, whether it is local: as the checkpoint says, all but each n-th where it says n, or each `every`-th
-        where it says nothing."""
+        """Return for each layer whether it has a sliding window.
+
+        That is what the file lists, or all but every n-th layer where the file says n, or all but every `every`-th.
+        """
         types, pattern, layers = self.layer_types(), self.get("window_pattern", every), self.integer("layers")
         if types is not None:
             return types
@@ -187,7 +194,7 @@ class Hyperparameters:
         return tuple((k + 1) % number != 0 for k in range(layers))
 
     def layer_types(self) -> tuple[bool, ...] | None:
-        """By layer, whether it is local; None where config.json does not say."""
+        """Return for each layer whether it has a sliding window, by `layer_types` of config.json; None without it."""
         types = None if self.is_gguf else self.raw.get("layer_types")
         if types is None:
             return None
@@ -196,14 +203,17 @@ class Hyperparameters:
             raise ImportModelError(f"{self.source}: layer_types must name {' or '.join(known)} for each layer")
         return tuple(kind == "sliding_attention" for kind in types)
 
-    def _error(self, name: str, found: Any, wanted: str) -> ImportModelError:
+    def _error(self, name: str, value: Any, requirement: str) -> ImportModelError:
+        """Make the error about a hyperparameter that is missing or has an invalid value."""
         key = self.key(name)
-        if found is None:
+        if value is None:
             return ImportModelError(f"{self.source}: the hyperparameter {key!r} is missing")
-        return ImportModelError(f"{self.source}: the hyperparameter {key!r} is {_short(found)}; it must be {wanted}")
+        return ImportModelError(
+            f"{self.source}: the hyperparameter {key!r} is {_short(value)}; it must be {requirement}"
+        )
 
     def refuse(self, **unsupported: Any) -> None:
-        """ImportModelError where config.json gives one of these another value than the one that we compute with."""
+        """Raise ImportModelError if config.json has another value for one of these keys than the supported one."""
         for key, value in unsupported.items():
             if not self.is_gguf and self.raw.get(key, value) not in (None, value):
                 raise ImportModelError(
@@ -214,68 +224,77 @@ class Hyperparameters:
     def rope(
         self, width: int, default_base: float = 10000.0, section: str | None = None, *, has_alpha: bool = False
     ) -> Rope:
-        """The rotary embedding; `section` picks the part of `rope_parameters` for one kind of layer. `has_alpha`: what
-        they call "dynamic" may be a base stretched by an alpha, for any length alike."""
+        """Return the rotary embedding of heads of `width` elements.
+
+        `section`: the entry of `rope_parameters` for one kind of layers. `has_alpha`: the type "dynamic" means a base
+        scaled by an alpha, for any length.
+        """
         if self.is_gguf:
             base = self.number("rope_base", default_base)
-            return self._checked(
-                Rope(base, self._turned(self.integer("rope_width", width), width), self._gguf_scaling())
+            return self._check_rope(
+                Rope(base, self._rotary_width(self.integer("rope_width", width), width), self._gguf_scaling())
             )
-        said = self.rope_parameters()
-        if section is not None and isinstance(said.get(section), Mapping):
-            said = said[section]
-        base = said.get("rope_theta", self.get("rope_base", default_base))
-        share = said.get("partial_rotary_factor", self.raw.get("partial_rotary_factor")) or 1.0
+        parameters = self.rope_parameters()
+        if section is not None and isinstance(parameters.get(section), Mapping):
+            parameters = parameters[section]
+        base = parameters.get("rope_theta", self.get("rope_base", default_base))
+        share = parameters.get("partial_rotary_factor", self.raw.get("partial_rotary_factor")) or 1.0
         if not _is_positive(base) or not _is_positive(share):
             names = [self.own_keys.get(key, key) for key in ("rope_theta", "partial_rotary_factor")]
             raise ImportModelError(
                 f"{self.source}: {names[0]} is {_short(base)} and {names[1]} {_short(share)}; both must be positive "
                 "numbers"
             )
-        kind = said.get("rope_type", said.get("type"))
+        kind = parameters.get("rope_type", parameters.get("type"))
         if kind == "proportional":
-            turned = self._turned(2 * int(width * share // 2), width)
-            return self._proportional(said, float(base), turned, self._turned(width, width))
-        turned, is_dynamic = self._turned(int(width * share), width), kind == "dynamic"
-        if has_alpha and is_dynamic and turned > 2 and _is_positive(said.get("alpha")):
-            base, said = base * said["alpha"] ** (turned / (turned - 2)), {}
-        return self._checked(Rope(float(base), turned, self._scaling(said)))
+            rotary_width = self._rotary_width(2 * int(width * share // 2), width)
+            return self._proportional(parameters, float(base), rotary_width, self._rotary_width(width, width))
+        rotary_width, is_dynamic = self._rotary_width(int(width * share), width), kind == "dynamic"
+        if has_alpha and is_dynamic and rotary_width > 2 and _is_positive(parameters.get("alpha")):
+            base, parameters = base * parameters["alpha"] ** (rotary_width / (rotary_width - 2)), {}
+        return self._check_rope(Rope(float(base), rotary_width, self._scaling(parameters)))
 
-    def _proportional(self, said: Mapping[str, Any], base: float, turned: int, width: int) -> Rope:
-        """Frequencies of the whole head, but for those behind the first turned / 2, which are 0."""
-        factor = said.get("factor", 1.0)
+    def _proportional(self, parameters: Mapping[str, Any], base: float, rotary_width: int, width: int) -> Rope:
+        """Return a rotary embedding of the whole head whose frequencies are 0 from rotary_width / 2 on."""
+        factor = parameters.get("factor", 1.0)
         if not _is_positive(factor):
             raise ImportModelError(f"{self.source}: factor of the rotary embedding (proportional) is {_short(factor)}")
-        fixed = (math.inf,) * ((width - turned) // 2)
-        return Rope(base, width, divisors=(float(factor),) * (turned // 2) + fixed)
+        unrotated = (math.inf,) * ((width - rotary_width) // 2)
+        return Rope(base, width, divisors=(float(factor),) * (rotary_width // 2) + unrotated)
 
-    def _checked(self, rope: Rope) -> Rope:
+    def _check_rope(self, rope: Rope) -> Rope:
+        """Return a rotary embedding. Raises ImportModelError if its base does not suit YaRN."""
         if rope.scaling is not None and rope.scaling.kind == "yarn" and rope.base <= 1:
             raise ImportModelError(f"{self.source}: yarn needs a rotary base of more than {rope.base}")
         return rope
 
     def query_growth(self) -> tuple[float, int] | None:
-        """How much queries grow with the logarithm of their position in contexts of how many tokens; None: not at all
-        (as in Llama 4, but from the first context on)."""
+        """Return (a, n) of queries that are multiplied by 1 + a * ln(1 + position // n), None for none.
+
+        The scaling is that of Llama 4.
+        """
         if self.is_gguf:
             names = ("attention.temperature_scale", "rope.scaling.original_context_length")
-            said, (key, place) = self.raw, [self.prefix + name for name in names]
+            fields, (key, length_key) = self.raw, [self.prefix + name for name in names]
         else:
-            said, key, place = self.rope_parameters(), "llama_4_scaling_beta", "original_max_position_embeddings"
-        share, steps = said.get(key) or 0, said.get(place) or self.integer("context")
+            fields, key, length_key = self.rope_parameters(), "llama_4_scaling_beta", "original_max_position_embeddings"
+        share, steps = fields.get(key) or 0, fields.get(length_key) or self.integer("context")
         if share == 0:
             return None
         if not (_is_positive(share) and _is_positive(steps)):
-            raise ImportModelError(f"{self.source}: {key} and {place} must be positive numbers")
+            raise ImportModelError(f"{self.source}: {key} and {length_key} must be positive numbers")
         return float(share), int(steps)
 
     def has_rope_of(self, section: str) -> bool:
-        """Whether config.json says it for that kind of layers alone."""
-        said = self.raw.get("rope_parameters")
-        return isinstance(said, Mapping) and isinstance(said.get(section), Mapping)
+        """Return whether `rope_parameters` has an entry for one kind of layers."""
+        parameters = self.raw.get("rope_parameters")
+        return isinstance(parameters, Mapping) and isinstance(parameters.get(section), Mapping)
 
     def rope_parameters(self) -> Mapping[str, Any]:
-        """As transformers writes them since version 5, with what is added as cards of models say to: `rope_scaling`."""
+        """Return `rope_parameters` (transformers 5), updated by `rope_scaling`.
+
+        Users add `rope_scaling` as model cards suggest.
+        """
         named = {key: self.raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")}
         for key, said in named.items():
             if not isinstance(said, Mapping):
@@ -285,23 +304,28 @@ class Hyperparameters:
             raise ImportModelError(
                 f"{self.source}: rope_scaling beside rope_parameters for several kinds of layers; put it into these"
             )
-        kind = ("rope_type", "type") if added else ()  # the same under two names
+        kind = ("rope_type", "type") if added else ()  # two names of one parameter
         return {key: value for key, value in usual.items() if key not in kind} | dict(added)
 
-    def _turned(self, count: int, width: int) -> int:
+    def _rotary_width(self, count: int, width: int) -> int:
+        """Return the number of elements of a head under the rotary embedding, `count`.
+
+        Raises ImportModelError unless it is even and at most `width`.
+        """
         if count % 2 or not 0 < count <= width:
             raise ImportModelError(
                 f"{self.source}: rotary embeddings cannot turn {count} of {width} elements of a head"
             )
         return count
 
-    def _scaling(self, said: Mapping[str, Any]) -> RopeScaling | None:
-        kind = said.get("rope_type", said.get("type", "default"))
+    def _scaling(self, parameters: Mapping[str, Any]) -> RopeScaling | None:
+        """Return the scaling of the rotary embedding by config.json."""
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind == "default":
             return None
 
         def number(key: str, default: float | None = None) -> float:
-            result = said.get(key)
+            result = parameters.get(key)
             result = default if result is None else result
             if not _is_positive(result):
                 raise ImportModelError(f"{self.source}: {key} of the rotary embedding ({kind}) is {_short(result)}")
@@ -318,7 +342,7 @@ class Hyperparameters:
                 raise ImportModelError(f"{self.source}: longrope needs an original context of more than {original}")
             factor = number("factor", self.integer("context") / original)
             usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-            short, long = (self._divisors(said, f"{length}_factor") for length in ("short", "long"))
+            short, long = (self._divisors(parameters, f"{length}_factor") for length in ("short", "long"))
             return RopeScaling(
                 "longrope", factor, int(original), attention_factor=number("attention_factor", usual), short=short,
                 long=long,
@@ -332,45 +356,47 @@ class Hyperparameters:
             return RopeScaling("llama3", number("factor"), int(original), low, high)
         if kind == "yarn":
             factor, attention = number("factor"), None
-            if said.get("attention_factor") is not None:
+            if parameters.get("attention_factor") is not None:
                 attention = number("attention_factor")
-            elif said.get("mscale") and said.get("mscale_all_dim"):
+            elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
                 attention = yarn_attention(factor, number("mscale")) / yarn_attention(factor, number("mscale_all_dim"))
             return RopeScaling(
                 "yarn", factor, int(original), beta_fast=number("beta_fast", 32.0), beta_slow=number("beta_slow", 1.0),
-                truncates=bool(said.get("truncate", True)), attention_factor=attention,
+                truncates=bool(parameters.get("truncate", True)), attention_factor=attention,
             )  # fmt: skip
         raise ImportModelError(
             f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, llama3, yarn, "
             "longrope"
         )
 
-    def _divisors(self, said: Mapping[str, Any], key: str) -> tuple[float, ...]:
-        result = said.get(key)
+    def _divisors(self, parameters: Mapping[str, Any], key: str) -> tuple[float, ...]:
+        """Return the frequency divisors of longrope."""
+        result = parameters.get(key)
         if not isinstance(result, list) or not result or not all(map(_is_positive, result)):
             raise ImportModelError(f"{self.source}: {key} of the rotary embedding (longrope) is {_short(result)}")
         return tuple(map(float, result))
 
     def _gguf_scaling(self) -> RopeScaling | None:
-        place = f"{self.prefix}rope.scaling."
-        kind = self.raw.get(place + "type", "linear")
-        old = self.raw.get(f"{self.prefix}rope.scale_linear")
-        factor = self.raw.get(place + "factor", old) or 1.0
-        original = self.raw.get(place + "original_context_length") or self.integer("context")
-        fast, slow = self.raw.get(place + "yarn_beta_fast", 32.0), self.raw.get(place + "yarn_beta_slow", 1.0)
-        more, rest = self.raw.get(place + "attn_factor", 1.0), self.raw.get(place + "yarn_log_multiplier")
-        if not all(_is_positive(value) for value in (factor, original, fast, slow, more, rest or 1.0)):
-            raise ImportModelError(f"{self.source}: {place}* must be positive numbers")
-        if kind == "longrope":  # the divisors are tensors
-            return RopeScaling("longrope", float(factor), int(original), attention_factor=float(more))
-        if (kind in ("none", "linear") or factor == 1.0) and more != 1.0:
-            raise ImportModelError(f"{self.source}: {place}attn_factor of {more} is only known of yarn and longrope")
+        """Return the scaling of the rotary embedding by GGUF."""
+        scope = f"{self.prefix}rope.scaling."
+        kind = self.raw.get(scope + "type", "linear")
+        legacy_factor = self.raw.get(f"{self.prefix}rope.scale_linear")
+        factor = self.raw.get(scope + "factor", legacy_factor) or 1.0
+        original = self.raw.get(scope + "original_context_length") or self.integer("context")
+        fast, slow = self.raw.get(scope + "yarn_beta_fast", 32.0), self.raw.get(scope + "yarn_beta_slow", 1.0)
+        attn, log_mul = self.raw.get(scope + "attn_factor", 1.0), self.raw.get(scope + "yarn_log_multiplier")
+        if not all(_is_positive(value) for value in (factor, original, fast, slow, attn, log_mul or 1.0)):
+            raise ImportModelError(f"{self.source}: {scope}* must be positive numbers")
+        if kind == "longrope":  # the divisors are in tensors
+            return RopeScaling("longrope", float(factor), int(original), attention_factor=float(attn))
+        if (kind in ("none", "linear") or factor == 1.0) and attn != 1.0:
+            raise ImportModelError(f"{self.source}: {scope}attn_factor of {attn} is only known of yarn and longrope")
         if kind == "none" or factor == 1.0:
             return None
         if kind == "linear":
             return RopeScaling("linear", float(factor))
         if kind == "yarn":
-            attention = more * yarn_attention(factor) / (yarn_attention(factor, rest) if rest else 1.0)
+            attention = attn * yarn_attention(factor) / (yarn_attention(factor, log_mul) if log_mul else 1.0)
             return RopeScaling("yarn", float(factor), int(original), 1.0, 4.0, float(fast), float(slow), attention)
         raise ImportModelError(
             f"{self.source}: rotary embeddings scaled by {kind!r} are not known; known are linear, yarn, longrope"
@@ -381,10 +407,13 @@ class Hyperparameters:
         is_balanced: bool = False, is_scaled: bool = False, layers: int | None = None,
         layers_with: tuple[bool, ...] | None = None, shared: int | None = None,
     ) -> Experts:  # fmt: skip
-        """The mixture of experts. `is_normed`, `scores`: where the checkpoint does not say. `has_shared_gate`: of the
-        shared expert, where there is one. `has_bias`: of all their matrices. Of config.json: whether they are
-        `is_balanced`, and `is_scaled` and in groups where it says so; how many `layers` there are, those `layers_with`
-        them, and the width that is `shared`, where it says these in another way."""
+        """Return the mixture of experts.
+
+        `is_normed`, `scores`: defaults where the file does not say. `has_shared_gate`: of the shared expert, if there
+        is one. `has_bias`: of router and experts. For config.json only: `is_balanced`; `is_scaled`, whether scale and
+        groups are read; `layers_with`, the layers that have experts; `shared`, the width of the shared expert.
+        `layers`: the number of layers, if not all blocks of the file are layers.
+        """
         count = self.integer("experts")
         chosen, layers = self.integer("experts_chosen"), layers or self.integer("layers")
         if chosen > count:
@@ -426,22 +455,22 @@ class Hyperparameters:
         )
 
     def _expert_layers(self, layers: int) -> tuple[bool, ...]:
-        """Which layers have experts; empty: all of them."""
+        """Return for each layer whether it has experts; empty if all have."""
         if self.is_gguf:
-            given = self.raw.get(f"{self.prefix}expert_layers", ())
-            result = tuple(k in given for k in range(layers))
+            expert_layers = self.raw.get(f"{self.prefix}expert_layers", ())
+            result = tuple(k in expert_layers for k in range(layers))
             return () if all(result) else result
-        without, step = self.raw.get("mlp_only_layers") or [], self.raw.get("decoder_sparse_step") or 1
-        if not isinstance(without, list) or not isinstance(step, int) or step < 1:
+        dense, step = self.raw.get("mlp_only_layers") or [], self.raw.get("decoder_sparse_step") or 1
+        if not isinstance(dense, list) or not isinstance(step, int) or step < 1:
             raise ImportModelError(
-                f"{self.source}: mlp_only_layers = {_short(without)} must be a list of layers, decoder_sparse_step = "
+                f"{self.source}: mlp_only_layers = {_short(dense)} must be a list of layers, decoder_sparse_step = "
                 f"{_short(step)} a positive integer"
             )
-        result = tuple(k not in without and (k + 1) % step == 0 for k in range(layers))
+        result = tuple(k not in dense and (k + 1) % step == 0 for k in range(layers))
         return () if all(result) else result
 
     def decoder(self, architecture: str, **specific: Any) -> DecoderConfig:
-        """The configuration that follows from the usual hyperparameters, but for what is given."""
+        """Return the configuration by the usual hyperparameters, with the fields `specific` of the architecture."""
         self.refuse(is_causal=True)
         hidden, heads = self.integer("hidden"), self.integer("heads")
         width = self.head_width(None)
@@ -458,7 +487,7 @@ class Hyperparameters:
         experts = specific.get("experts")
         if experts is None and self.is_gguf and self.raw.get(f"{self.prefix}expert_count"):
             raise ImportModelError(f"{self.source}: mixtures of experts are not known of {architecture}")
-        usual: dict[str, Callable[[], Any]] = {
+        defaults: dict[str, Callable[[], Any]] = {
             "vocab": lambda: self.integer("vocab"),
             "layers": lambda: self.integer("layers"),
             "intermediate": lambda: self.integer("intermediate", None if experts is None else experts.intermediate),
@@ -467,7 +496,7 @@ class Hyperparameters:
             "is_tied": lambda: self.flag("is_tied"),
         }
         result: dict[str, Any] = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_width": width}
-        result |= {name: read() for name, read in usual.items() if name not in specific}
+        result |= {name: read() for name, read in defaults.items() if name not in specific}
         result |= specific
         if "rope" not in result:
             result["rope"] = self.rope(width)
@@ -481,7 +510,7 @@ class Hyperparameters:
                 )
             result["usual_context"] = min(scaling.original_context, result["context"])
         if scaling is not None and scaling.kind == "yarn" and result["context"] <= scaling.original_context:
-            context = scaling.original_context * scaling.factor  # added as cards of models say to
+            context = scaling.original_context * scaling.factor  # YaRN was added as model cards suggest
             if context > 2**31:
                 raise ImportModelError(f"{self.source}: a factor of yarn of {scaling.factor} is more than anybody has")
             result["context"] = int(context)
@@ -489,26 +518,28 @@ class Hyperparameters:
 
 
 def _is_positive(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a finite positive number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _short(value: Any) -> str:
+    """Return the repr of a value, abbreviated to 60 characters."""
     text = repr(value)
     return text if len(text) < 60 else text[:56] + " ..."
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture, for both kinds of checkpoints.
+    """An architecture, for both file formats.
 
-    `names`: what checkpoints call it. `describe` makes the configuration. `hugging_face` and `gguf` are the names of
-    weights in a layer where they differ from the usual ones; `fused`: those of them that are the rows of several
-    weights, one after another. `defaults` is what config.json may leave out, by its keys. `is_interleaved`: GGUF stores
-    its queries and keys with the two elements that are turned together side by side; `is_interleaved_in_folders`:
-    Hugging Face does. `norm_offset`: Hugging Face stores norms less that number. `hugging_face_whole`, `gguf_whole`:
-    names of weights of no layer, `prefix`: what comes before a layer's number, `transposed`: those weights that it
-    stores as [in, out], `from_folder`, `from_gguf`: make weights by our names of those that lie otherwise there,
-    `keys`: the usual keys of config.json, by those that it has.
+    `names`: its names in checkpoints. `describe`: makes the configuration. `hugging_face`, `gguf`: names of a layer's
+    weights where they differ from the usual ones, `hugging_face_whole`, `gguf_whole`: of weights outside of layers,
+    `prefix`: what precedes the number of a layer. `fused`: weights that are the concatenated rows of several.
+    `transposed`: weights that Hugging Face stores as [in, out]. `norm_offset`: Hugging Face stores norms less this
+    number. `is_interleaved`: in GGUF, pairs of elements under the rotary embedding are adjacent;
+    `is_interleaved_in_folders`: in Hugging Face folders. `from_folder`, `from_gguf`: convert weights of another layout.
+    `defaults`: hyperparameters that config.json may omit, by its keys. `keys`: the keys of a config.json that differ ->
+    the usual keys.
     """
 
     names: tuple[str, ...]
@@ -529,7 +560,7 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
 
 
-# of a layer: our name -> as Hugging Face calls it behind "model.layers.K.", and GGUF behind "blk.K."; "{}" is an expert
+# of a layer: our name -> name in Hugging Face behind "model.layers.K.", in GGUF behind "blk.K."; "{}" is an expert
 HUGGING_FACE_LAYER = {
     "attn_norm": "input_layernorm.weight", "q": "self_attn.q_proj.weight", "k": "self_attn.k_proj.weight",
     "v": "self_attn.v_proj.weight", "o": "self_attn.o_proj.weight", "q_bias": "self_attn.q_proj.bias",
@@ -545,7 +576,7 @@ HUGGING_FACE_LAYER = {
     "shared_router": "mlp.shared_expert_gate.weight", "sinks": "self_attn.sinks",
     "router_balance": "mlp.gate.e_score_correction_bias",
 }  # fmt: skip
-POST_NORMED_LAYER = {  # norms of what attention and MLP give instead of what they read
+POST_NORMED_LAYER = {  # norms of the outputs of attention and MLP instead of their inputs
     **{ours: theirs for ours, theirs in HUGGING_FACE_LAYER.items() if ours != "mlp_norm"},
     "attn_post_norm": "post_attention_layernorm.weight", "mlp_post_norm": "post_feedforward_layernorm.weight",
 }  # fmt: skip
@@ -577,7 +608,10 @@ GGUF_WHOLE = {
 
 
 def layer_names(layer: Mapping[str, str], config: DecoderConfig) -> Iterator[tuple[int, str, str]]:
-    """Layer, our name and theirs of the weights of all layers; where a name stands for one of each expert, of these."""
+    """Yield the layer, our name and the file's name of the weights of all layers.
+
+    Names with "{}" stand for one weight of each expert.
+    """
     for k in range(config.layers):
         experts = config.experts_of(k)
         for ours, theirs in layer.items():

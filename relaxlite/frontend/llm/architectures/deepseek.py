@@ -1,5 +1,8 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention (latent.py), and experts, some for all
-tokens, in all but the first layers. GLM-4.7-Flash is built alike, Youtu-LLM (Tencent, 2025) without experts."""
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention (latent.py) and mixtures of experts.
+
+All layers but the first ones have experts, some of which are shared by all tokens. GLM-4.7-Flash has the same
+architecture, Youtu-LLM (Tencent, 2025) has it without experts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from relaxlite.frontend.llm.architectures.base import (
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig, Experts, Latent, Rope, yarn_attention
 
-_NORM_EPSILON = 1e-6  # of the norms of latent vectors, whatever config.json says of others
+_NORM_EPSILON = 1e-6  # of the norms of latent vectors, independent of rms_norm_eps
 _KINDS = {"dense": False, "sparse": True}
 
 
@@ -55,23 +58,24 @@ def _balanced(h: Hyperparameters, name: str) -> DecoderConfig:
 
 def _experts(h: Hyperparameters, **routing: Any) -> Experts:
     return h.experts(
-        **routing, is_scaled=True, layers_with=_layers_with(h), shared=h.shared_width("n_shared_experts", 0)
+        **routing, is_scaled=True, layers_with=_expert_layers(h), shared=h.shared_width("n_shared_experts", 0)
     )
 
 
-def _layers_with(h: Hyperparameters) -> tuple[bool, ...]:
-    layers, said = h.integer("layers"), h.raw.get("mlp_layer_types")
-    if said is not None:
-        if not isinstance(said, list) or len(said) != layers or set(said) - set(_KINDS):
+def _expert_layers(h: Hyperparameters) -> tuple[bool, ...]:
+    """Return for each layer whether it has experts."""
+    layers, types = h.integer("layers"), h.raw.get("mlp_layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != layers or set(types) - set(_KINDS):
             raise ImportModelError(f"{h.source}: mlp_layer_types must name {' or '.join(_KINDS)} for each layer")
-        return tuple(_KINDS[kind] for kind in said)
+        return tuple(_KINDS[kind] for kind in types)
     return h.layers_behind("first_k_dense_replace", 0)
 
 
 def _decoder(h: Hyperparameters, name: str, experts: Experts | None, layers: int | None = None) -> DecoderConfig:
     h.refuse(hidden_act="silu", moe_layer_freq=1)
     latent = _gguf_latent(h) if h.is_gguf else _latent(h)
-    rope, growth = _stretched(h, h.rope(latent.turned))
+    rope, score_scale = _yarn_score_scale(h, h.rope(latent.turned))
     return h.decoder(
         name,
         layers=layers or h.integer("layers"),
@@ -82,35 +86,40 @@ def _decoder(h: Hyperparameters, name: str, experts: Experts | None, layers: int
         has_qkv_bias=h.flag("qkv_bias"),
         has_o_bias=h.flag("o_bias"),
         experts=experts,
-        query_scale=(latent.plain + latent.turned) ** -0.5 * growth,
+        query_scale=(latent.plain + latent.turned) ** -0.5 * score_scale,
     )
 
 
 def _latent(h: Hyperparameters) -> Latent:
+    """Read the dimensions of latent attention from config.json."""
     names = {"rank": "kv_lora_rank", "plain": "qk_nope_head_dim", "turned": "qk_rope_head_dim", "width": "v_head_dim"}
     sizes = {ours: h.size(theirs) for ours, theirs in names.items()}
-    queries = h.size("q_lora_rank") if h.raw.get("q_lora_rank") is not None else None
-    return Latent(**sizes, query_rank=queries, norm_epsilon=_NORM_EPSILON)
+    query_rank = h.size("q_lora_rank") if h.raw.get("q_lora_rank") is not None else None
+    return Latent(**sizes, query_rank=query_rank, norm_epsilon=_NORM_EPSILON)
 
 
 def _gguf_latent(h: Hyperparameters) -> Latent:
-    """Lengths of keys and values are those of the vector where a file says those of heads in other fields, too."""
+    """Read the dimensions of latent attention from GGUF.
+
+    Fields key_length and value_length are those of the latent vector if fields with the suffix _mla have those of
+    heads.
+    """
 
     def length(kind: str) -> int:
         usual = f"{h.prefix}attention.{kind}_length"
         return h.size(f"{usual}_mla" if f"{usual}_mla" in h.raw else usual)
 
     key, value = length("key"), length("value")
-    rank, turned = (h.size(f"{h.prefix}{name}") for name in ("attention.kv_lora_rank", "rope.dimension_count"))
-    if key <= turned:
-        raise ImportModelError(f"{h.source}: keys of {key} elements, of which rotary embeddings turn {turned}")
-    queries = f"{h.prefix}attention.q_lora_rank"
-    query_rank = h.size(queries) if h.raw.get(queries) else None
-    return Latent(rank, key - turned, turned, value, query_rank, h.number("norm_epsilon"))
+    rank, rope_width = (h.size(f"{h.prefix}{name}") for name in ("attention.kv_lora_rank", "rope.dimension_count"))
+    if key <= rope_width:
+        raise ImportModelError(f"{h.source}: keys of {key} elements, of which rotary embeddings turn {rope_width}")
+    query_rank_key = f"{h.prefix}attention.q_lora_rank"
+    query_rank = h.size(query_rank_key) if h.raw.get(query_rank_key) else None
+    return Latent(rank, key - rope_width, rope_width, value, query_rank, h.number("norm_epsilon"))
 
 
-def _stretched(h: Hyperparameters, rope: Rope) -> tuple[Rope, float]:
-    """The rotary embedding, and what scores are multiplied by, where the context is stretched."""
+def _yarn_score_scale(h: Hyperparameters, rope: Rope) -> tuple[Rope, float]:
+    """Return the rotary embedding, and the factor of attention scores for a context extended by YaRN."""
     if rope.scaling is None or rope.scaling.kind != "yarn":
         return rope, 1.0
     key = f"{h.prefix}rope.scaling.yarn_log_multiplier" if h.is_gguf else "mscale_all_dim"
@@ -121,15 +130,15 @@ def _stretched(h: Hyperparameters, rope: Rope) -> tuple[Rope, float]:
         return rope, 1.0
     if h.is_gguf and h.raw.get(f"{h.prefix}rope.scaling.attn_factor", 1.0) != 1.0:
         raise ImportModelError(f"{h.source}: {h.prefix}rope.scaling.attn_factor is not supported beside {key}")
-    if h.is_gguf:  # a tenth of what config.json says, and cos and sin as they are
+    if h.is_gguf:  # GGUF has a tenth of the value; cos and sin are not scaled
         share, rope = share * 10, replace(rope, scaling=replace(rope.scaling, attention_factor=1.0))
     return rope, yarn_attention(rope.scaling.factor, share) ** 2 if rope.scaling is not None else 1.0
 
 
-def _apart(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """What makes keys and values, by head; turned elements in halves."""
-    net = config.latent
-    assert net is not None
+def _convert_weights(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
+    """Split the projections of keys and values by head, and permute rotary rows to the half-split layout."""
+    mla = config.latent
+    assert mla is not None
     result: dict[str, Weight] = {}
     for name, weight in weights.items():
         begin, _, kind = name.rpartition(".")
@@ -142,39 +151,39 @@ def _apart(weights: dict[str, Weight], config: DecoderConfig, source: str) -> di
             result |= {f"{name}.{h}": weight.member(h) for h in range(config.heads)}
             continue
         if kind == "kv_up":
-            result |= _by_head(name, weight, config, source)
+            result |= _split_kv_up(name, weight, config, source)
         else:
             result[f"{begin}.q" if kind == "q_up" else name] = weight
     for k in range(config.layers):
-        for name, heads, plain in (("q", config.heads, net.plain), ("kv_down", 1, net.rank)):
-            for each in (f"layers.{k}.{name}", f"layers.{k}.{name}_bias"):
-                if each in result and result[each].shape[0] == heads * (plain + net.turned):
-                    result[each] = result[each].rows(_in_halves(heads, plain, net.turned))
+        for name, heads, plain in (("q", config.heads, mla.plain), ("kv_down", 1, mla.rank)):
+            for full_name in (f"layers.{k}.{name}", f"layers.{k}.{name}_bias"):
+                if full_name in result and result[full_name].shape[0] == heads * (plain + mla.turned):
+                    result[full_name] = result[full_name].rows(_half_split_order(heads, plain, mla.turned))
     return result
 
 
-def _in_halves(heads: int, plain: int, turned: int) -> np.ndarray[Any, Any]:
-    """The order of rows in which the first elements of turned pairs come before the second ones."""
-    places = np.arange(heads * (plain + turned)).reshape(heads, plain + turned)
-    pairs = places[:, plain:].reshape(heads, turned // 2, 2).swapaxes(1, 2).reshape(heads, turned)
-    return np.concatenate([places[:, :plain], pairs], axis=1).reshape(-1)
+def _half_split_order(heads: int, nope: int, rotary: int) -> np.ndarray[Any, Any]:
+    """Return the order of rows with the first elements of all rotary pairs before the second ones, per head."""
+    rows = np.arange(heads * (nope + rotary)).reshape(heads, nope + rotary)
+    pairs = rows[:, nope:].reshape(heads, rotary // 2, 2).swapaxes(1, 2).reshape(heads, rotary)
+    return np.concatenate([rows[:, :nope], pairs], axis=1).reshape(-1)
 
 
-def _by_head(name: str, weight: Weight, config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """Of `name`, a matrix of all heads' keys and values: those of keys transposed, as queries go through them."""
-    net = config.latent
-    assert net is not None
-    both = net.plain + net.width
-    shape = (config.heads * both, net.rank)
+def _split_kv_up(name: str, weight: Weight, config: DecoderConfig, source: str) -> dict[str, Weight]:
+    """Split the joint projection of all heads' keys and values; those of keys are transposed, as queries read them."""
+    mla = config.latent
+    assert mla is not None
+    width = mla.plain + mla.width
+    shape = (config.heads * width, mla.rank)
     if weight.shape != shape:
         raise ImportModelError(f"{source}: weight {name} has shape {weight.shape}, the hyperparameters say {shape}")
     result, begin = {}, name.removesuffix("kv_up")
     for h in range(config.heads):
-        keys = weight.part(h * both, h * both + net.plain)
+        keys = weight.part(h * width, h * width + mla.plain)
         if not isinstance(keys.stored, np.ndarray) or keys.block_format is not None:
             keys = Weight(keys.to_float32(), keys.shape)
         result[f"{begin}latent_keys.{h}"] = keys.transposed
-        result[f"{begin}latent_values.{h}"] = weight.part(h * both + net.plain, (h + 1) * both)
+        result[f"{begin}latent_values.{h}"] = weight.part(h * width + mla.plain, (h + 1) * width)
     return result
 
 
@@ -196,9 +205,9 @@ DEEPSEEK_V2 = Architecture(
     ("deepseek_v2", "deepseek2"),
     _v2,
     hugging_face=_HUGGING_FACE,
-    from_folder=_apart,
+    from_folder=_convert_weights,
     gguf=_GGUF,
-    from_gguf=_apart,
+    from_gguf=_convert_weights,
     keys={"n_routed_experts": "num_experts"},
     defaults={
         "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "kv_lora_rank": 512, "q_lora_rank": 1536,

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (Baidu, 2025): Llama whose heads have a width of their own; and with experts, some for all tokens."""
+"""ERNIE 4.5 (Baidu, 2025): Llama with its own head width; also mixtures of experts with shared experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _decoder(h: Hyperparameters, name: str, usual_width: int | None, experts: Ex
     width = h.head_width(usual_width)
     biases = h.biases()
     if not h.is_gguf:
-        biases["has_mlp_bias"] = h.flag("qkv_bias")  # one switch for all
+        biases["has_mlp_bias"] = h.flag("qkv_bias")  # one key for all biases
     return h.decoder(name, head_width=width, rope=h.rope(width), experts=experts, **biases)
 
 
@@ -32,14 +32,14 @@ def _experts(h: Hyperparameters) -> Experts:
     if h.is_gguf:
         return h.experts(is_normed=True)
     layers = h.integer("layers")
-    usual = {"layer_start_index": 1, "layer_end_index": -1, "layer_interval": 1}
-    said = [h.raw.get(f"moe_{key}", number) for key, number in usual.items()]
-    if not all(isinstance(number, int) for number in said) or said[2] < 1:
+    defaults = {"layer_start_index": 1, "layer_end_index": -1, "layer_interval": 1}
+    values = [h.raw.get(f"moe_{key}", number) for key, number in defaults.items()]
+    if not all(isinstance(number, int) for number in values) or values[2] < 1:
         raise ImportModelError(
-            f"{h.source}: moe_layer_start_index, moe_layer_end_index and moe_layer_interval are {said}; they must be "
+            f"{h.source}: moe_layer_start_index, moe_layer_end_index and moe_layer_interval are {values}; they must be "
             "integers, the third positive"
         )
-    first, last, every = said
+    first, last, every = values
     last = layers - 1 if last == -1 else last
     return h.experts(
         is_normed=True,
@@ -50,7 +50,7 @@ def _experts(h: Hyperparameters) -> Experts:
 
 
 def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """What balances experts [1, experts] as a vector."""
+    """Reshape the selection bias of experts, [1, experts], to a vector."""
     return {
         name: Weight(weight.data.reshape(-1), weight.shape[1:])
         if name.endswith(".router_balance") and len(weight.shape) == 2 and weight.shape[0] == 1

@@ -1,5 +1,7 @@
-"""EXAONE 4 (arXiv 2507.11407): norms of what attention and MLP give instead of what they read, and of each head's query
-and key. Large models have three local layers for each global one, which leaves queries and keys unturned."""
+"""EXAONE 4 (arXiv 2507.11407): norms of the outputs of attention and MLP, and of each head's query and key.
+
+Large models have three local layers for each global one; global layers are NoPE.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Gemma (arXiv 2403.08295): tied embeddings scaled by sqrt(hidden), GELU. Gemma 2 (arXiv 2408.00118): norms behind
-attention and MLP too, every other layer local, scores and logits capped."""
+"""Gemma (arXiv 2403.08295): tied embeddings scaled by sqrt(hidden), GELU.
+
+Gemma 2 (arXiv 2408.00118): norms of the outputs of attention and MLP too, every other layer local, soft caps of scores
+and logits.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, Architecture, Hyperparameters
 from relaxlite.frontend.llm.config import DecoderConfig
 
-_SAID = (None, "gelu_pytorch_tanh", "gelu")  # the last in the first releases, which mean the same
-_LAYERS_OF_27B = 46  # of Gemma 2
+_GELU_NAMES = (None, "gelu_pytorch_tanh", "gelu")  # "gelu" in the first releases means the same
+_LAYERS_OF_27B = 46  # the number of layers of Gemma 2 27B
 WITH_POST_NORMS = {
     **HUGGING_FACE_LAYER,
     "attn_post_norm": "post_attention_layernorm.weight",
@@ -22,6 +25,7 @@ WITH_POST_NORMS = {
 
 
 def _shared(h: Hyperparameters) -> dict[str, Any]:
+    """Return the fields that Gemma and Gemma 2 have in common."""
     return {
         "head_width": h.head_width(256),
         "embedding_scale": float(np.float32(h.integer("hidden") ** 0.5)),
@@ -32,7 +36,7 @@ def _shared(h: Hyperparameters) -> dict[str, Any]:
 
 def _gemma(h: Hyperparameters) -> DecoderConfig:
     h.refuse(use_bidirectional_attention=False)
-    if not h.is_gguf and h.get("activation") not in _SAID:
+    if not h.is_gguf and h.get("activation") not in _GELU_NAMES:
         raise ImportModelError(
             f"{h.source}: hidden_act = {h.get('activation')!r} is not supported, only 'gelu_pytorch_tanh' is"
         )
@@ -43,7 +47,7 @@ def _gemma(h: Hyperparameters) -> DecoderConfig:
 def _gemma2(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
     width, layers = h.head_width(256), h.integer("layers")
-    # Only the largest model scales queries by another number, and GGUF files do not say it.
+    # Only the largest model has another query scale, which GGUF files do not have.
     is_largest = h.is_gguf and layers == _LAYERS_OF_27B
     scalar = h.number("query_scalar", h.integer("hidden") / h.integer("heads") if is_largest else width)
     return h.decoder(

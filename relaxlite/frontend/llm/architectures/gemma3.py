@@ -1,5 +1,7 @@
-"""Gemma 3, text only (arXiv 2503.19786): norms around attention and MLP, five local layers for each global one with
-rotary bases of their own, tied embeddings scaled by sqrt(hidden), GELU."""
+"""Gemma 3, text only (arXiv 2503.19786): norms before and after attention and MLP.
+
+Five local layers, with their own rotary base, precede each global one; tied embeddings scaled by sqrt(hidden), GELU.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def _gemma3(h: Hyperparameters) -> DecoderConfig:
         local = h.rope(width, section="sliding_attention")
     else:
         local = Rope(h.number("rope_local_base", 10000.0), width)
-    # Only the largest model scales queries by another number, and GGUF files do not say it.
+    # Only the largest model has another query scale, which GGUF files do not have.
     is_largest = h.is_gguf and layers == _LAYERS_OF_27B
     scalar = h.number("query_scalar", h.integer("hidden") / h.integer("heads") if is_largest else width)
     return h.decoder(
@@ -48,7 +50,7 @@ GEMMA3 = Architecture(
     _gemma3,
     hugging_face=WITH_POST_NORMS,
     norm_offset=1.0,
-    # config.json of the published models that see pictures says little more than how wide and deep they are
+    # config.json of the published multimodal models omits most of these
     defaults={
         "vocab_size": 262208,
         "num_attention_heads": 8,

@@ -1,7 +1,8 @@
-"""Gemma 4, text only: as Gemma 3, but values are normed too, scores are not scaled, and global layers have heads of
-another width, some of them with keys for values. The small ones give each layer an embedding of its own of each token
-(layer_inputs.py), and let the last layers read the keys and values of earlier ones; the mixture has experts beside each
-MLP."""
+"""Gemma 4, text only: Gemma 3 with norms of values, unscaled attention scores, and another head width in global layers.
+
+Some global layers use keys as values. Small models have per-layer embeddings (layer_inputs.py), and their last layers
+share the keys and values of earlier ones; the mixture of experts has a dense MLP beside the experts of each layer.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +30,21 @@ _ROPES = {
     _LOCAL: {"rope_type": "default", "rope_theta": 10000.0},
     _GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
-_KINDS_OF_ROPE = ("default", "linear", "proportional")
+_ROPE_TYPES = ("default", "linear", "proportional")
 
 
 def _gemma4(h: Hyperparameters) -> DecoderConfig:
-    return _text(h, _layer_input(h), _experts(h))
+    return _text_decoder(h, _layer_input(h), _experts(h))
 
 
 def _gemma4_unified(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_size_per_layer_input=0, enable_moe_block=False)
-    return _text(h, None, None)
+    return _text_decoder(h, None, None)
 
 
-def _text(h: Hyperparameters, layer_input: int | None, experts: Experts | None) -> DecoderConfig:
+def _text_decoder(h: Hyperparameters, layer_input: int | None, experts: Experts | None) -> DecoderConfig:
     h.refuse(hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None)
-    if h.raw.get("use_bidirectional_attention") not in (None, False, "vision"):  # the last: of pictures alone
+    if h.raw.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision" is for images only
         raise ImportModelError(
             f"{h.source}: use_bidirectional_attention = {h.raw['use_bidirectional_attention']!r} is not supported: a "
             "token must not see later ones"
@@ -64,8 +65,8 @@ def _text(h: Hyperparameters, layer_input: int | None, experts: Experts | None) 
         **_ropes(h, widths),
         window=window,
         is_local=local if window is not None else (),
-        keys_of=_keys_of(h, local, first) if shared else (),
-        unvalued=_unvalued(h, local, first),
+        keys_of=_kv_shared_from(h, local, first) if shared else (),
+        unvalued=_k_is_v_layers(h, local, first),
         intermediate=intermediates[0],
         intermediates=intermediates if len(set(intermediates)) > 1 else (),
         experts=experts,
@@ -84,13 +85,14 @@ def _text(h: Hyperparameters, layer_input: int | None, experts: Experts | None) 
 
 
 def _layer_input(h: Hyperparameters) -> int | None:
+    """Return the width of per-layer embeddings, None without them."""
     key = f"{h.prefix}embedding_length_per_layer_input" if h.is_gguf else "hidden_size_per_layer_input"
     if h.raw.get(key) in (None, 0):
         return None
-    vocab, of_layers = h.integer("vocab"), h.raw.get("vocab_size_per_layer_input")
-    if of_layers not in (None, vocab) and not h.is_gguf:
+    vocab, own_vocab = h.integer("vocab"), h.raw.get("vocab_size_per_layer_input")
+    if own_vocab not in (None, vocab) and not h.is_gguf:
         raise ImportModelError(
-            f"{h.source}: vocab_size_per_layer_input = {of_layers!r} is not supported, only vocab_size = {vocab} is"
+            f"{h.source}: vocab_size_per_layer_input = {own_vocab!r} is not supported, only vocab_size = {vocab} is"
         )
     return h.size(key)
 
@@ -105,11 +107,11 @@ def _local_layers(h: Hyperparameters) -> tuple[bool, ...]:
     if h.is_gguf and h.get("window_pattern") is None:
         raise ImportModelError(f"{h.source}: the hyperparameter {h.key('window_pattern')!r} is missing")
     result = h.local_layers(_PATTERN)
-    return result if h.is_gguf else (*result[:-1], False)  # as transformers does whatever config.json says
+    return result if h.is_gguf else (*result[:-1], False)  # transformers always makes the last layer global
 
 
 def _shared_layers(h: Hyperparameters) -> int:
-    """How many layers at the end have no keys and values of their own."""
+    """Return the number of layers at the end that have no keys and values of their own."""
     key, layers = f"{h.prefix}attention.shared_kv_layers" if h.is_gguf else "num_kv_shared_layers", h.integer("layers")
     result = h.raw.get(key) or 0
     if not isinstance(result, int) or isinstance(result, bool) or not 0 <= result < layers:
@@ -117,8 +119,11 @@ def _shared_layers(h: Hyperparameters) -> int:
     return result
 
 
-def _keys_of(h: Hyperparameters, local: tuple[bool, ...], first: int) -> tuple[int, ...]:
-    """From `first` on each layer reads keys and values of the last one before that is local, or global, as it is."""
+def _kv_shared_from(h: Hyperparameters, local: tuple[bool, ...], first: int) -> tuple[int, ...]:
+    """Return for each layer the layer whose keys and values it reads.
+
+    From `first` on, that is the last layer before `first` of the same kind, local or global.
+    """
     last = {is_local: k for k, is_local in enumerate(local[:first])}
     result = tuple(k if k < first else last.get(is_local) for k, is_local in enumerate(local))
     missing = next((k for k, source in enumerate(result) if source is None), None)
@@ -130,8 +135,8 @@ def _keys_of(h: Hyperparameters, local: tuple[bool, ...], first: int) -> tuple[i
     return tuple(source for source in result if source is not None)
 
 
-def _unvalued(h: Hyperparameters, local: tuple[bool, ...], first: int) -> tuple[bool, ...]:
-    """Which layers have keys for values: config.json says it of all global ones, of GGUF it is those without others."""
+def _k_is_v_layers(h: Hyperparameters, local: tuple[bool, ...], first: int) -> tuple[bool, ...]:
+    """Return for each layer whether its values are its keys: layers without v in GGUF, else all global ones or none."""
     if h.is_gguf:
         result = tuple(k < first and k not in h.raw[f"{h.prefix}value_layers"] for k in range(len(local)))
     else:
@@ -141,51 +146,56 @@ def _unvalued(h: Hyperparameters, local: tuple[bool, ...], first: int) -> tuple[
 
 
 def _heads(h: Hyperparameters, local: tuple[bool, ...]) -> tuple[dict[str, int], dict[str, int]]:
-    """How wide heads are, and how many hold keys, in both kinds of layers."""
+    """Return the widths of heads, and the numbers of KV heads, of both kinds of layers."""
     kinds, counts = [_LOCAL if is_local else _GLOBAL for is_local in local], list(h.by_layer("kv_heads"))
     if h.is_gguf:
-        of = {_GLOBAL: h.head_width(None), _LOCAL: h.size(f"{h.prefix}attention.key_length_swa")}
-        if h.raw.get(f"{h.prefix}attention.value_length_swa", of[_LOCAL]) != of[_LOCAL]:
+        width_of = {_GLOBAL: h.head_width(None), _LOCAL: h.size(f"{h.prefix}attention.key_length_swa")}
+        if h.raw.get(f"{h.prefix}attention.value_length_swa", width_of[_LOCAL]) != width_of[_LOCAL]:
             raise ImportModelError(f"{h.source}: values of another width than keys are not supported")
-        widths = [of[kind] for kind in kinds]
+        widths = [width_of[kind] for kind in kinds]
     else:
-        widths, changes = [h.head_width(256)] * len(local), _changes(h, kinds)
+        widths, changes = [h.head_width(256)] * len(local), _layer_overrides(h, kinds)
         for k, change in enumerate(changes):
             widths[k], counts[k] = change.get("head_dim", widths[k]), change.get("num_key_value_heads", counts[k])
-    result = _by_kind(h, "head_dim", kinds, widths), _by_kind(h, "num_key_value_heads", kinds, counts)
+    result = _values_by_kind(h, "head_dim", kinds, widths), _values_by_kind(h, "num_key_value_heads", kinds, counts)
     heads = h.integer("heads")
-    wrong = next((count for count in result[1].values() if heads % count), None)
-    if wrong is not None:
-        raise ImportModelError(f"{h.source}: {heads} heads cannot share {wrong} heads of keys and values")
+    invalid = next((count for count in result[1].values() if heads % count), None)
+    if invalid is not None:
+        raise ImportModelError(f"{h.source}: {heads} heads cannot share {invalid} heads of keys and values")
     return result
 
 
-def _changes(h: Hyperparameters, kinds: list[str]) -> list[Mapping[str, int]]:
-    """What config.json says of each layer alone: as published of all global ones, as transformers 5 writes it one by
-    one."""
-    said = h.raw.get("per_layer_config")
-    if said is None:
+def _layer_overrides(h: Hyperparameters, kinds: list[str]) -> list[Mapping[str, int]]:
+    """Return the values of config.json that differ by layer.
+
+    Published files have them for all global layers, transformers 5 writes them layer by layer.
+    """
+    by_layer = h.raw.get("per_layer_config")
+    if by_layer is None:
         width = h.raw.get("global_head_dim")
-        usual = {"head_dim": 512 if width is None else width}
+        global_values = {"head_dim": 512 if width is None else width}
         if h.raw.get("attention_k_eq_v") and h.raw.get("num_global_key_value_heads") is not None:
-            usual["num_key_value_heads"] = h.raw["num_global_key_value_heads"]
-        usuals: dict[str, Any] = {str(k): usual for k, kind in enumerate(kinds) if kind == _GLOBAL}
+            global_values["num_key_value_heads"] = h.raw["num_global_key_value_heads"]
+        overrides: dict[str, Any] = {str(k): global_values for k, kind in enumerate(kinds) if kind == _GLOBAL}
     else:
-        usuals = dict(said) if isinstance(said, Mapping) else {"": said}
-    for place, change in usuals.items():
-        if not place.isdecimal() or int(place) >= len(kinds) or not isinstance(change, Mapping):
+        overrides = dict(by_layer) if isinstance(by_layer, Mapping) else {"": by_layer}
+    for layer, change in overrides.items():
+        if not layer.isdecimal() or int(layer) >= len(kinds) or not isinstance(change, Mapping):
             raise ImportModelError(f"{h.source}: per_layer_config must be an object by the numbers of layers")
         for key, value in change.items():
             if key not in ("head_dim", "num_key_value_heads"):
                 raise ImportModelError(f"{h.source}: {key!r} in per_layer_config is not supported")
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**20:
-                raise ImportModelError(f"{h.source}: {key} of layer {place} is {value!r}, no positive integer")
-    numbered = {int(place): change for place, change in usuals.items()}
+                raise ImportModelError(f"{h.source}: {key} of layer {layer} is {value!r}, no positive integer")
+    numbered = {int(layer): change for layer, change in overrides.items()}
     return [numbered.get(k, {}) for k in range(len(kinds))]
 
 
-def _by_kind(h: Hyperparameters, name: str, kinds: list[str], values: list[int]) -> dict[str, int]:
-    """The same for all layers of a kind; of a kind that there is not what the other has."""
+def _values_by_kind(h: Hyperparameters, name: str, kinds: list[str], values: list[int]) -> dict[str, int]:
+    """Return the value that all layers of a kind share; without layers of a kind, the value of the other one.
+
+    Raises ImportModelError if the layers of a kind differ.
+    """
     result = dict(zip(kinds, values, strict=True))
     for kind, value in zip(kinds, values, strict=True):
         if result[kind] != value:
@@ -194,18 +204,21 @@ def _by_kind(h: Hyperparameters, name: str, kinds: list[str], values: list[int])
 
 
 def _ropes(h: Hyperparameters, widths: Mapping[str, int]) -> dict[str, Rope]:
+    """Return the rotary embeddings of global and local layers."""
     if h.is_gguf:
-        turned = h.raw.get(f"{h.prefix}rope.dimension_count_swa", widths[_LOCAL])
-        if turned != widths[_LOCAL]:
-            raise ImportModelError(f"{h.source}: local layers must turn all {widths[_LOCAL]} elements, not {turned}")
-        return {"rope": h.rope(widths[_GLOBAL]), "local_rope": Rope(h.number("rope_local_base"), widths[_LOCAL])}
-    said = h.raw.get("rope_parameters") or _ROPES
-    h = replace(h, raw={**h.raw, "rope_parameters": said})
-    for kind in (_LOCAL, _GLOBAL):
-        section = said.get(kind) if isinstance(said, Mapping) else None
-        if not isinstance(section, Mapping) or section.get("rope_type") not in _KINDS_OF_ROPE:
+        rotary_width = h.raw.get(f"{h.prefix}rope.dimension_count_swa", widths[_LOCAL])
+        if rotary_width != widths[_LOCAL]:
             raise ImportModelError(
-                f"{h.source}: rope_parameters must have a rope_type of {', '.join(_KINDS_OF_ROPE)} for {kind} layers"
+                f"{h.source}: local layers must turn all {widths[_LOCAL]} elements, not {rotary_width}"
+            )
+        return {"rope": h.rope(widths[_GLOBAL]), "local_rope": Rope(h.number("rope_local_base"), widths[_LOCAL])}
+    parameters = h.raw.get("rope_parameters") or _ROPES
+    h = replace(h, raw={**h.raw, "rope_parameters": parameters})
+    for kind in (_LOCAL, _GLOBAL):
+        section = parameters.get(kind) if isinstance(parameters, Mapping) else None
+        if not isinstance(section, Mapping) or section.get("rope_type") not in _ROPE_TYPES:
+            raise ImportModelError(
+                f"{h.source}: rope_parameters must have a rope_type of {', '.join(_ROPE_TYPES)} for {kind} layers"
             )
         share = section.get("partial_rotary_factor")
         if section["rope_type"] != "proportional" and share not in (None, 1):
@@ -213,9 +226,11 @@ def _ropes(h: Hyperparameters, widths: Mapping[str, int]) -> dict[str, Rope]:
     return {"rope": h.rope(widths[_GLOBAL], section=_GLOBAL), "local_rope": h.rope(widths[_LOCAL], section=_LOCAL)}
 
 
-def _as_used(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """Without keys and values where those of another layer are read, which published checkpoints have all the same; and
-    the scale of what chooses experts as weights of a norm."""
+def _convert_weights(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
+    """Drop keys and values of layers that share those of others; make the scale of the router the weights of its norm.
+
+    Published checkpoints have keys and values of all layers.
+    """
     result = dict(weights)
     for k in range(config.layers):
         name = f"layers.{k}"
@@ -230,10 +245,10 @@ def _as_used(weights: dict[str, Weight], config: DecoderConfig, source: str) -> 
 
 
 def _from_gguf(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """With scales of 1 where a file has none."""
+    """Convert weights of GGUF, with scales of 1 where a file has none."""
     if config.rope.divisors is None:
         raise ImportModelError(f"{source}: tensor 'rope_freqs.weight' is missing: it says what global layers turn")
-    used = _as_used(weights, config, source)
+    used = _convert_weights(weights, config, source)
     for k in range(config.layers):
         sizes, experts = {"scale": 1}, config.experts_of(k)
         if experts is not None:
@@ -273,7 +288,7 @@ _SHARED: dict[str, Any] = {
         **GGUF_WHOLE, "layer_embed": "per_layer_token_embd.weight", "layer_project": "per_layer_model_proj.weight",
         "layer_project_norm": "per_layer_proj_norm.weight",
     },
-    "from_folder": _as_used,
+    "from_folder": _convert_weights,
     "from_gguf": _from_gguf,
     "keys": {"top_k_experts": "num_experts_per_tok"},
 }  # fmt: skip

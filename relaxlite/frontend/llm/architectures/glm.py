@@ -1,5 +1,8 @@
-"""GLM-4 (arXiv 2406.12793): Llama with fused weights, half of each head turned; the models of 2025 also with norms of
-what attention and MLP give. GLM-4.5 (arXiv 2508.06471): experts, some for all tokens, in all but the first layers."""
+"""GLM-4 (arXiv 2406.12793): Llama with fused weights and a rotary embedding of half of each head.
+
+The models of 2025 also have norms of the outputs of attention and MLP. GLM-4.5 (arXiv 2508.06471) has mixtures of
+experts, some of them shared by all tokens, in all but the first layers.
+"""
 
 from __future__ import annotations
 

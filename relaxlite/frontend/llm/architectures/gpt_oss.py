@@ -1,5 +1,7 @@
-"""GPT-OSS (arXiv 2508.10925): experts with biases and gates that are cut, scores of attention that no key has, every
-other layer local. Its own folders hold experts in MXFP4, codes and scales apart."""
+"""GPT-OSS (arXiv 2508.10925): experts with biases and clamped gates, attention sinks, every other layer local.
+
+OpenAI's folders hold experts in MXFP4, with codes and scales in separate tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,19 @@ from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import GELU_SIGMOID, DecoderConfig
 from relaxlite.frontend.llm.quantized import PackedRows, mxfp4_of_pairs
 
-_GATE_LIMIT = 7.0  # where a checkpoint does not say
+_GATE_LIMIT = 7.0  # default if a checkpoint has none
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
     "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # where a config.json has none
+}  # default if a config.json has none
 
 
 def _gpt_oss(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu", attention_bias=True, swiglu_alpha=GELU_SIGMOID)
     rope = h.rope(h.head_width(64))
-    if h.is_gguf and rope.scaling is not None:  # which does not say it
+    if h.is_gguf and rope.scaling is not None:  # GGUF has no field for it
         rope = replace(rope, scaling=replace(rope.scaling, truncates=False))
     return h.decoder(
         "gpt_oss",
@@ -47,31 +49,35 @@ def _gpt_oss(h: Hyperparameters) -> DecoderConfig:
 
 
 def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """Experts' matrices as [out, in], gates apart from the columns of `up` between which they stand; what has another
-    shape is refused later."""
-    found: dict[str, Weight] = {}
+    """Transpose the experts' matrices to [out, in], and split interleaved columns of gate and up.
+
+    Matrices of unexpected shapes stay as they are, to be refused later.
+    """
+    converted: dict[str, Weight] = {}
     for name, weight in weights.items():
         begin, _, kind = name.rpartition(".")
         if not begin.endswith(".experts"):
-            found[name] = weight
+            converted[name] = weight
             continue
         if kind.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in weights:
             continue
         if kind.endswith("_blocks"):
-            kind, result = kind.removesuffix("_blocks"), _of_blocks(weight, weights, name, source)
+            kind, result = kind.removesuffix("_blocks"), _decode_mxfp4(weight, weights, name, source)
         else:
-            turned = weight.data.swapaxes(1, 2) if weight.data.ndim == 3 else weight.data
-            result = Weight(turned, turned.shape)
+            transposed = weight.data.swapaxes(1, 2) if weight.data.ndim == 3 else weight.data
+            result = Weight(transposed, transposed.shape)
         if not kind.startswith("gate_up"):
-            found[f"{begin}.{kind}"] = result
+            converted[f"{begin}.{kind}"] = result
             continue
         bias = kind.removeprefix("gate_up")
-        found |= {f"{begin}.{part}{bias}": _every_other(result, k, source) for k, part in enumerate(("gate", "up"))}
-    return found
+        converted |= {
+            f"{begin}.{part}{bias}": _alternate_rows(result, k, source) for k, part in enumerate(("gate", "up"))
+        }
+    return converted
 
 
-def _of_blocks(weight: Weight, weights: dict[str, Weight], name: str, source: str) -> Weight:
-    """uint8 [experts, rows, blocks, 16] and scales [experts, rows, blocks]"""
+def _decode_mxfp4(weight: Weight, weights: dict[str, Weight], name: str, source: str) -> Weight:
+    """Make a weight of codes uint8 [experts, rows, blocks, 16] and exponents uint8 [experts, rows, blocks]."""
     scales = weights.get(f"{name.removesuffix('_blocks')}_scales")
     if (
         scales is None
@@ -85,15 +91,15 @@ def _of_blocks(weight: Weight, weights: dict[str, Weight], name: str, source: st
             f"{weight.shape[:3]} as scales, got {None if scales is None else scales.shape}"
         )
     experts, rows, blocks, size = weight.shape
-    pairs, powers = weight.data.reshape(experts * rows, blocks * size), scales.data.reshape(experts * rows, blocks)
+    pairs, exponents = weight.data.reshape(experts * rows, blocks * size), scales.data.reshape(experts * rows, blocks)
     packed = PackedRows.of(
-        len(pairs), weight.nbytes + scales.nbytes, lambda some: mxfp4_of_pairs(pairs[some], powers[some])
+        len(pairs), weight.nbytes + scales.nbytes, lambda selected: mxfp4_of_pairs(pairs[selected], exponents[selected])
     )
     return Weight(packed, (experts, rows, 2 * blocks * size), "MXFP4")
 
 
-def _every_other(weight: Weight, first: int, source: str) -> Weight:
-    """The rows first, first + 2, ... of each expert."""
+def _alternate_rows(weight: Weight, first: int, source: str) -> Weight:
+    """Select rows first, first + 2, ... of each expert."""
     if weight.block_format is None:
         data = weight.data[:, first::2] if weight.data.ndim > 1 else weight.data
         return Weight(data, data.shape)

@@ -1,5 +1,7 @@
-"""Granite 3 (IBM): Llama with embeddings, scores, residuals and logits each scaled by a number of its own; also with
-mixtures of experts, which may have one more that all tokens go through. Granite 4: most layers are state spaces."""
+"""Granite 3 (IBM): Llama with scales of embeddings, attention scores, residuals and logits; also mixtures of experts.
+
+The mixtures may have a shared expert. Granite 4: most layers are state space models (Mamba-2).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, HUGGING_FACE_L
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig, Experts, StateLayers
 
-_UNLIMITED = (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])  # the last as transformers 5 writes it
+_UNLIMITED = (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])  # the last one is written by transformers 5
 _KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
 
 
 def _granite(h: Hyperparameters) -> DecoderConfig:
-    return _scaled(h, "granite", None)
+    return _decoder(h, "granite", None)
 
 
 def _granite_moe(h: Hyperparameters) -> DecoderConfig:
@@ -28,41 +30,43 @@ def _granite_moe(h: Hyperparameters) -> DecoderConfig:
         if not isinstance(shared, int) or shared < 0:
             raise ImportModelError(f"{h.source}: shared_intermediate_size is {shared!r}, no whole number from 0")
         experts = replace(experts, shared=shared or None)
-    return _scaled(h, "granitemoe", experts)
+    return _decoder(h, "granitemoe", experts)
 
 
 def _granite_hybrid(h: Hyperparameters) -> DecoderConfig:
-    states = _states(h)
+    states = _state_config(h)
     experts = h.experts(is_normed=True) if h.get("experts") else None
     if h.is_gguf:
-        is_turned = h.raw.get(f"{h.prefix}rope.scaling.finetuned") is True
+        has_rope = h.raw.get(f"{h.prefix}rope.scaling.finetuned") is True
         specific: dict[str, Any] = {"kv_heads": h.kv_heads_of_some()}
     else:
         specific = {"intermediate": h.size("shared_intermediate_size")}
         if experts is not None:
             experts = replace(experts, shared=specific["intermediate"])
-        is_turned = h.raw.get("position_embedding_type") == "rope"
-    unturned = () if is_turned else (True,) * h.integer("layers")
-    return replace(_scaled(h, "granitemoehybrid", experts, **specific), unturned=unturned, states=states)
+        has_rope = h.raw.get("position_embedding_type") == "rope"
+    nope_layers = () if has_rope else (True,) * h.integer("layers")
+    return replace(_decoder(h, "granitemoehybrid", experts, **specific), unturned=nope_layers, states=states)
 
 
-def _states(h: Hyperparameters) -> StateLayers | None:
-    """None: all layers attend."""
-    layers, remembering = h.integer("layers"), _remembering(h)
-    if len(remembering) != layers:
-        raise ImportModelError(f"{h.source}: {len(remembering)} layers are told apart, and there are {layers}")
-    if all(remembering):
+def _state_config(h: Hyperparameters) -> StateLayers | None:
+    """Return the configuration of the state space layers; None if there are none."""
+    layers, state_layers = h.integer("layers"), _state_layers(h)
+    if len(state_layers) != layers:
+        raise ImportModelError(f"{h.source}: {len(state_layers)} layers are told apart, and there are {layers}")
+    if all(state_layers):
         raise ImportModelError(f"{h.source}: at least one layer must attend, and none of {layers} does")
-    if not any(remembering):
+    if not any(state_layers):
         return None
-    named = ("group_count", "time_step_rank", "state_size", "conv_kernel", "inner_size") if h.is_gguf else (
+    names = ("group_count", "time_step_rank", "state_size", "conv_kernel", "inner_size") if h.is_gguf else (
         "mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_conv", "mamba_expand",
     )  # fmt: skip
     prefix = f"{h.prefix}ssm." if h.is_gguf else ""
-    groups, heads, width_of_keys, length, wide = (h.size(prefix + name) for name in named)
-    wide *= 1 if h.is_gguf else h.integer("hidden")
-    if wide % heads or heads % groups:
-        raise ImportModelError(f"{h.source}: {heads} heads cannot share {wide} elements, nor {groups} groups of keys")
+    groups, heads, width_of_keys, length, channels = (h.size(prefix + name) for name in names)
+    channels *= 1 if h.is_gguf else h.integer("hidden")
+    if channels % heads or heads % groups:
+        raise ImportModelError(
+            f"{h.source}: {heads} heads cannot share {channels} elements, nor {groups} groups of keys"
+        )
     if length < 2:
         raise ImportModelError(f"{h.source}: a convolution must be along 2 tokens at least, not {length}")
     if not h.is_gguf and h.raw.get("time_step_limit") not in _UNLIMITED:
@@ -70,13 +74,13 @@ def _states(h: Hyperparameters) -> StateLayers | None:
     has_conv_bias = h.is_gguf or h.raw.get("mamba_conv_bias", True) is True
     has_bias = not h.is_gguf and h.raw.get("mamba_proj_bias", False) is True
     return StateLayers(
-        "mamba", groups, heads, width_of_keys, wide // heads, length, remembering, has_bias=has_bias,
+        "mamba", groups, heads, width_of_keys, channels // heads, length, state_layers, has_bias=has_bias,
         has_conv_bias=has_conv_bias,
     )  # fmt: skip
 
 
-def _remembering(h: Hyperparameters) -> tuple[bool, ...]:
-    """By layer, whether it is a state space."""
+def _state_layers(h: Hyperparameters) -> tuple[bool, ...]:
+    """Return for each layer whether it is a state space model."""
     if h.is_gguf:
         counts = h.get("kv_heads")
         return tuple(count == 0 for count in (counts if isinstance(counts, list) else [counts] * h.integer("layers")))
@@ -86,7 +90,8 @@ def _remembering(h: Hyperparameters) -> tuple[bool, ...]:
     return tuple(_KINDS[kind] for kind in types)
 
 
-def _scaled(h: Hyperparameters, name: str, experts: Experts | None, **specific: Any) -> DecoderConfig:
+def _decoder(h: Hyperparameters, name: str, experts: Experts | None, **specific: Any) -> DecoderConfig:
+    """Return the configuration with the scales of Granite."""
     h.refuse(hidden_act="silu")
     return h.decoder(
         name,
@@ -121,8 +126,8 @@ GRANITE_MOE = Architecture(
 _MAMBA = ("mamba_gate", "mamba_given", "mamba_time")
 
 
-def _as_used(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """Vectors that lie as columns or in groups, and filters of one channel each, [channels, 1, length], as a matrix."""
+def _reshape_weights(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
+    """Reshape vectors that are columns or grouped, and convolutions [channels, 1, length] to matrices."""
     result = dict(weights)
     for name, weight in weights.items():
         if name.endswith((".mamba_rate", ".mamba_skip", ".mamba_scale")) and len(weight.shape) == 2:
@@ -133,8 +138,8 @@ def _as_used(weights: dict[str, Weight], config: DecoderConfig, source: str) -> 
 
 
 def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """Rates themselves, not their logarithms."""
-    used = _as_used(weights, config, source)
+    """Convert the logarithms of decay rates to rates, and reshape weights."""
+    used = _reshape_weights(weights, config, source)
     for name, weight in weights.items():
         if name.endswith(".mamba_rate"):
             used[name] = Weight(-np.exp(weight.to_float32()), weight.shape)
@@ -146,7 +151,7 @@ GRANITE_HYBRID = Architecture(
     _granite_hybrid,
     hugging_face={
         **HUGGING_FACE_LAYER,
-        **{name.removeprefix("shared."): theirs for name, theirs in _SHARED.items()},  # alone, or beside experts
+        **{name.removeprefix("shared."): theirs for name, theirs in _SHARED.items()},  # without or beside experts
         **_EXPERTS,
         "mamba_in": "mamba.in_proj.weight", "mamba_in_bias": "mamba.in_proj.bias", "mamba_out": "mamba.out_proj.weight",
         "mamba_out_bias": "mamba.out_proj.bias", "mamba_conv": "mamba.conv1d.weight",
@@ -164,7 +169,7 @@ GRANITE_HYBRID = Architecture(
     },
     is_interleaved=True,
     from_folder=_from_folder,
-    from_gguf=_as_used,
+    from_gguf=_reshape_weights,
     keys={"intermediate_size": "moe_intermediate_size"},
     defaults={
         **_DEFAULTS, "num_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024, "mamba_n_heads": 128,

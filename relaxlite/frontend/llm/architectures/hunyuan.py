@@ -1,4 +1,4 @@
-"""Hunyuan, the dense models (Tencent, 2025): Llama with norms of queries and keys behind the rotary embedding."""
+"""Hunyuan, dense models (Tencent, 2025): Llama with norms of queries and keys after the rotary embedding."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Decoders with layer norms: StarCoder2 (arXiv 2402.19173), Phi-1 to 2 (arXiv 2306.11644), StableLM (Stability AI),
-GPT-2 (Radford et al., 2019), GPT-NeoX and Pythia (arXiv 2204.06745, 2304.01373), Cohere's Command R."""
+"""Decoders with layer norms: StarCoder2, Phi-1 to 2, StableLM, GPT-2, GPT-NeoX and Pythia, Cohere's Command R.
+
+arXiv 2402.19173 (StarCoder2), 2306.11644 (Phi), 2204.06745 and 2304.01373 (GPT-NeoX, Pythia); Radford et al., 2019
+(GPT-2); Stability AI (StableLM).
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,8 @@ def _activation(h: Hyperparameters) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _plain(h: Hyperparameters, architecture: str, **more: object) -> DecoderConfig:
-    """With biases everywhere, and no gates."""
+def _ungated(h: Hyperparameters, architecture: str, **more: object) -> DecoderConfig:
+    """Return the configuration of a decoder with layer norms, biases in all projections, and an ungated MLP."""
     specific = {
         "has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True, "activation": _activation(h), **more
     }  # fmt: skip
@@ -53,17 +56,17 @@ def _plain(h: Hyperparameters, architecture: str, **more: object) -> DecoderConf
 
 def _starcoder2(h: Hyperparameters) -> DecoderConfig:
     h.refuse(use_bias=True)
-    return _plain(h, "starcoder2", window=h.window())
+    return _ungated(h, "starcoder2", window=h.window())
 
 
 def _phi(h: Hyperparameters) -> DecoderConfig:
     h.refuse(qk_layernorm=False)
-    return _plain(h, "phi", is_parallel=True, has_one_norm=True, has_head_bias=True)
+    return _ungated(h, "phi", is_parallel=True, has_one_norm=True, has_head_bias=True)
 
 
 def _stablelm(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu", qk_layernorm=False)
-    # GGUF files may call layers parallel that are not: converters write so where config.json says nothing.
+    # GGUF's use_parallel_residual is unreliable: converters set it where config.json says nothing.
     is_parallel = not h.flag("mlp_norm") if h.is_gguf else h.raw.get("use_parallel_residual", False)
     return h.decoder(
         "stablelm",
@@ -78,7 +81,7 @@ def _stablelm(h: Hyperparameters) -> DecoderConfig:
 def _gpt2(h: Hyperparameters) -> DecoderConfig:
     h.refuse(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     hidden, heads, layers = h.integer("hidden"), h.integer("heads"), h.integer("layers")
-    return _plain(
+    return _ungated(
         h,
         "gpt2",
         kv_heads=h.integer("kv_heads", heads) if h.is_gguf else heads,
@@ -91,8 +94,8 @@ def _gpt2(h: Hyperparameters) -> DecoderConfig:
 
 def _gpt_neox(h: Hyperparameters) -> DecoderConfig:
     h.refuse(attention_bias=True)
-    more = {"activation": "gelu"} if h.is_gguf else {}  # of its files, which do not say
-    return _plain(h, "gpt_neox", is_parallel=bool(h.raw.get(f"{h.prefix}use_parallel_residual", True)), **more)
+    more = {"activation": "gelu"} if h.is_gguf else {}  # GGUF has no field for it
+    return _ungated(h, "gpt_neox", is_parallel=bool(h.raw.get(f"{h.prefix}use_parallel_residual", True)), **more)
 
 
 def _cohere(h: Hyperparameters) -> DecoderConfig:
@@ -100,7 +103,7 @@ def _cohere(h: Hyperparameters) -> DecoderConfig:
 
 
 def _cohere2(h: Hyperparameters) -> DecoderConfig:
-    """With local layers, of which only these turn queries and keys."""
+    """Return the configuration of Command R7B, whose global layers are NoPE."""
     is_local = h.local_layers(_LOCAL_PATTERN)
     return _command(
         h,
@@ -113,7 +116,7 @@ def _cohere2(h: Hyperparameters) -> DecoderConfig:
 
 def _command(h: Hyperparameters, architecture: str, **more: object) -> DecoderConfig:
     h.refuse(hidden_act="silu", use_qk_norm=False)
-    scale = h.number("logit_divisor", 0.0625)  # of the logits, in spite of its name
+    scale = h.number("logit_divisor", 0.0625)  # multiplies the logits, in spite of its name
     return h.decoder(
         architecture,
         norm="layer",
@@ -127,9 +130,11 @@ def _command(h: Hyperparameters, architecture: str, **more: object) -> DecoderCo
     )
 
 
-def _from_heads(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """The rows of all queries, then of all keys, then of all values, not head by head; what has not so many is refused
-    later."""
+def _split_heads(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
+    """Reorder fused rows from head by head (query, key, value) to all queries, all keys, all values.
+
+    Weights with another number of rows stay as they are, to be refused later.
+    """
     rows = 3 * config.heads * config.head_width
     order = np.arange(rows).reshape(config.heads, 3, -1).swapaxes(0, 1).reshape(-1)
     return {
@@ -214,7 +219,7 @@ GPT_NEOX = Architecture(
         "norm_bias": "gpt_neox.final_layer_norm.bias", "head": "embed_out.weight",
     },
     prefix="gpt_neox.layers.",
-    from_folder=_from_heads,
+    from_folder=_split_heads,
     gguf=_GGUF,
     fused=_FUSED,
     keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},

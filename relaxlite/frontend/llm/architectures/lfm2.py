@@ -1,5 +1,7 @@
-"""LFM2 (Liquid AI, arXiv 2511.23404): most layers mix tokens by a short convolution between two gates, the others by
-attention with norms of queries and keys. LFM2's mixtures of experts have these in all but the first layers."""
+"""LFM2 (Liquid AI, arXiv 2511.23404): most layers are gated short convolutions.
+
+Other layers are attention with norms of queries and keys. The mixtures have experts in all but the first layers.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,14 @@ def _lfm2_moe(h: Hyperparameters) -> DecoderConfig:
 
 
 def _decoder(h: Hyperparameters, name: str, specific: dict[str, Any]) -> DecoderConfig:
-    layers, convolved = _convolved(h)
+    layers, is_convolution = _convolution_layers(h)
     specific |= {"layers": layers, "has_qk_norm": True}
-    if any(convolved):
+    if any(is_convolution):
         length = h.raw.get(f"{h.prefix}shortconv.l_cache" if h.is_gguf else "conv_L_cache", 3)
         if not isinstance(length, int) or not 1 <= length <= 64:
             raise ImportModelError(f"{h.source}: a convolution along {length!r} tokens must be along 1 to 64")
         has_bias = not h.is_gguf and h.raw.get("conv_bias", False) is True
-        specific["convolutions"] = Convolutions(length, convolved, has_bias)
+        specific["convolutions"] = Convolutions(length, is_convolution, has_bias)
     if h.is_gguf:
         return h.decoder(name, kv_heads=h.kv_heads_of_some(), **specific)
     if h.raw.get("tie_embedding") is not None:
@@ -50,17 +52,19 @@ def _decoder(h: Hyperparameters, name: str, specific: dict[str, Any]) -> Decoder
     return h.decoder(name, rope=h.rope(h.head_width(None), 1e6), **specific)
 
 
-def _convolved(h: Hyperparameters) -> tuple[int, tuple[bool, ...]]:
-    """How many layers there are, and which of them are convolutions."""
+def _convolution_layers(h: Hyperparameters) -> tuple[int, tuple[bool, ...]]:
+    """Return the number of layers, and for each one whether it is a convolution."""
     layers = h.integer("layers")
     if h.is_gguf:
         counts = h.get("kv_heads")
         counts = counts if isinstance(counts, list) else [counts] * layers
         result = tuple(count == 0 for count in counts)
     else:
-        attending = h.raw.get("full_attn_idxs")
-        usual = ["full_attention" if attending is None or k in attending else "conv" for k in range(layers)]
-        types = h.raw.get("layer_types") or usual
+        attention_layers = h.raw.get("full_attn_idxs")
+        defaults = [
+            "full_attention" if attention_layers is None or k in attention_layers else "conv" for k in range(layers)
+        ]
+        types = h.raw.get("layer_types") or defaults
         if not isinstance(types, list) or set(types) - set(_KINDS):
             raise ImportModelError(f"{h.source}: layer_types must name {' or '.join(_KINDS)} for each layer")
         result = tuple(_KINDS[kind] for kind in types)
@@ -72,14 +76,18 @@ def _convolved(h: Hyperparameters) -> tuple[int, tuple[bool, ...]]:
 
 
 def _intermediate(h: Hyperparameters) -> int:
-    """Two thirds of what is said, times a factor, rounded up, where that is to be adjusted."""
-    said = h.raw.get("block_ff_dim") or h.integer("intermediate")
+    """Return the width of the MLP.
+
+    With block_auto_adjust_ff_dim that is two thirds of the value of config.json times a factor, rounded up to a
+    multiple.
+    """
+    value = h.raw.get("block_ff_dim") or h.integer("intermediate")
     multiple, factor = h.raw.get("block_multiple_of", 256), h.raw.get("block_ffn_dim_multiplier", 1.0)
-    if not isinstance(said, int) or not isinstance(multiple, int) or said < 1 or multiple < 1:
+    if not isinstance(value, int) or not isinstance(multiple, int) or value < 1 or multiple < 1:
         raise ImportModelError(f"{h.source}: block_ff_dim and block_multiple_of must be positive integers")
     if not h.raw.get("block_auto_adjust_ff_dim", True):
-        return said
-    width = int(2 * said / 3)
+        return value
+    width = int(2 * value / 3)
     if factor is None:
         return width
     if not isinstance(factor, int | float) or not factor > 0:
@@ -88,7 +96,7 @@ def _intermediate(h: Hyperparameters) -> int:
 
 
 def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """Filters of one channel each [hidden, 1, length] as a matrix."""
+    """Reshape convolutions [hidden, 1, length] to matrices."""
     result = dict(weights)
     for name, weight in weights.items():
         if name.endswith(".conv") and len(weight.shape) == 3 and weight.shape[1] == 1:

@@ -1,6 +1,8 @@
-"""Llama 2 and 3, TinyLlama, SmolLM (Touvron et al., arXiv 2302.13971; Grattafiori et al., arXiv 2407.21783); Mistral
-(Jiang et al., arXiv 2310.06825), which adds a sliding window, and Ministral; SmolLM3, where every fourth layer does not
-turn queries and keys."""
+"""Llama 2 and 3, TinyLlama, SmolLM; Mistral and Ministral with sliding windows; SmolLM3, whose every fourth layer is
+NoPE.
+
+Touvron et al., arXiv 2302.13971; Grattafiori et al., arXiv 2407.21783; Jiang et al., arXiv 2310.06825 (Mistral).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
 from relaxlite.frontend.llm.config import DecoderConfig
 
-_UNTURNED_EVERY = 4  # of SmolLM3: which layer leaves queries and keys as they are
+_NOPE_INTERVAL = 4  # default of SmolLM3
 
 
 def _llama(h: Hyperparameters) -> DecoderConfig:
@@ -25,14 +27,14 @@ def _mistral(h: Hyperparameters) -> DecoderConfig:
 
 
 def _ministral(h: Hyperparameters) -> DecoderConfig:
-    """With layers that see all, where config.json names them."""
+    """Return the configuration of Ministral, where config.json may list layers with full attention."""
     h.refuse(hidden_act="silu")
     window, types = h.window(), h.layer_types()
     return h.decoder("ministral", window=window, is_local=types or () if window is not None else ())
 
 
 def _ministral3(h: Hyperparameters) -> DecoderConfig:
-    """Where positions go beyond the context that a model was trained on, queries grow with the logarithm of that."""
+    """Return the configuration of Ministral 3, whose queries grow with the logarithm of the position."""
     h.refuse(hidden_act="silu")
     width = h.head_width(128)
     return h.decoder(
@@ -43,13 +45,13 @@ def _ministral3(h: Hyperparameters) -> DecoderConfig:
 def _smollm3(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu", use_sliding_window=False)
     layers = h.integer("layers")
-    every = h.raw.get("no_rope_layer_interval") or _UNTURNED_EVERY
-    turned = h.raw.get("no_rope_layers")  # which are 0 in these layers
-    if turned is None and isinstance(every, int) and every > 0:
-        turned = [(k + 1) % every != 0 for k in range(layers)]
-    if not isinstance(turned, list) or len(turned) != layers:
+    every = h.raw.get("no_rope_layer_interval") or _NOPE_INTERVAL
+    has_rope = h.raw.get("no_rope_layers")  # 0 for NoPE layers, in spite of its name
+    if has_rope is None and isinstance(every, int) and every > 0:
+        has_rope = [(k + 1) % every != 0 for k in range(layers)]
+    if not isinstance(has_rope, list) or len(has_rope) != layers:
         raise ImportModelError(f"{h.source}: no_rope_layers must say 0 or 1 for each of {layers} layers")
-    return h.decoder("smollm3", unturned=tuple(not says for says in turned), **h.biases())
+    return h.decoder("smollm3", unturned=tuple(not value for value in has_rope), **h.biases())
 
 
 LLAMA = Architecture(

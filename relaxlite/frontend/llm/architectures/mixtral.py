@@ -1,4 +1,4 @@
-"""Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in each layer. GGUF files call it llama."""
+"""Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in each layer; named llama in GGUF files."""
 
 from __future__ import annotations
 

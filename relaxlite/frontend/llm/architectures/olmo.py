@@ -1,6 +1,8 @@
-"""OLMo 2 (arXiv 2501.00656): norms behind attention and MLP instead of before them, queries and keys normed over all
-heads together. OLMo 3 adds local layers, three for each global one, whose rotary embedding is not stretched. OLMoE
-(arXiv 2409.02060): Llama with such norms of queries and keys, and mixtures of experts."""
+"""OLMo 2 (arXiv 2501.00656): norms of outputs instead of inputs, and of queries and keys over all heads jointly.
+
+OLMo 3 adds local layers, three for each global one, whose rotary embedding is not scaled. OLMoE (arXiv 2409.02060):
+Llama with such norms of queries and keys, and mixtures of experts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _PATTERN = 4  # every fourth layer is global
 
 
 def _olmo2(h: Hyperparameters) -> DecoderConfig:
-    return _olmo(h, "olmo2", has_window=h.is_gguf and h.get("window") is not None)  # where GGUF has OLMo 3 too
+    return _olmo(h, "olmo2", has_window=h.is_gguf and h.get("window") is not None)  # the name in GGUF of OLMo 3, too
 
 
 def _olmo3(h: Hyperparameters) -> DecoderConfig:

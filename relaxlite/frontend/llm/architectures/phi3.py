@@ -1,5 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini (arXiv 2404.14219): Llama with fused weights, and rotary embeddings for short and for
-long contexts (longrope) of a part of each head."""
+"""Phi-3, Phi-3.5 and Phi-4-mini (arXiv 2404.14219): Llama with fused weights and longrope on a part of each head."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Qwen2 and 2.5 (arXiv 2407.10671): biases of queries, keys and values. Qwen3 (arXiv 2505.09388): norms of queries and
-keys instead. Both also with mixtures of experts, Qwen2's with one more that all tokens go through."""
+"""Qwen2 and 2.5 (arXiv 2407.10671): biases of queries, keys and values. Qwen3 (arXiv 2505.09388): norms instead.
+
+Both also have mixtures of experts, Qwen2's with a shared expert.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,21 @@ from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparamet
 from relaxlite.frontend.llm.config import DecoderConfig, Experts
 
 
-def _behind(layer: int, limit: int) -> bool:
+def _from_limit(layer: int, limit: int) -> bool:
+    """Return whether a layer is at or behind `limit`."""
     return layer >= limit
 
 
-def _others_before(layer: int, limit: int) -> bool:
+def _alternating_before(layer: int, limit: int) -> bool:
+    """Return whether a layer is before `limit` and even."""
     return layer % 2 == 0 and layer < limit
 
 
-def _window(h: Hyperparameters, is_local: Callable[[int, int], bool] | None = _behind) -> dict[str, object]:
-    """Where a checkpoint switches that on, the layers that `is_local`, a function of their number and
-    `max_window_layers`, picks see a window, as transformers has it; None: all."""
+def _window(h: Hyperparameters, is_local: Callable[[int, int], bool] | None = _from_limit) -> dict[str, object]:
+    """Return the fields of sliding-window attention, none unless a checkpoint enables it.
+
+    `is_local` picks local layers by their number and `max_window_layers`, as in transformers; None: all are.
+    """
     if h.is_gguf or not h.raw.get("use_sliding_window", False) or h.get("window") is None:
         return {}
     layers, types = range(h.integer("layers")), h.layer_types()
@@ -42,7 +48,7 @@ def _qwen2(h: Hyperparameters) -> DecoderConfig:
 def _qwen2_moe(h: Hyperparameters) -> DecoderConfig:
     h.refuse(hidden_act="silu", qkv_bias=True)
     experts = h.experts(is_normed=False, has_shared_gate=True)
-    return h.decoder("qwen2_moe", has_qkv_bias=True, experts=experts, **_window(h, _others_before))
+    return h.decoder("qwen2_moe", has_qkv_bias=True, experts=experts, **_window(h, _alternating_before))
 
 
 def _qwen3(h: Hyperparameters) -> DecoderConfig:

@@ -1,5 +1,7 @@
-"""Qwen3-Next and Qwen3.5: three of four layers are of the gated delta rule, the others attend with norms of queries and
-keys and a gate of what they give; also with mixtures of experts, and one more that all tokens go through."""
+"""Qwen3-Next and Qwen3.5: three of four layers are of the gated delta rule (delta_net.py), the others gated attention.
+
+Attention has norms of queries and keys. There are also mixtures of experts with a shared expert.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig, Experts, StateLayers
 
 _KINDS = {"linear_attention": True, "full_attention": False}
-_SIZES = {  # ours -> as config.json calls it, and GGUF behind its architecture's name
+_SIZES = {  # our name -> key in config.json, key in GGUF without the prefix of the architecture
     "key_heads": ("linear_num_key_heads", "ssm.group_count"),
     "heads": ("linear_num_value_heads", "ssm.time_step_rank"),
     "key_width": ("linear_key_head_dim", "ssm.state_size"),
@@ -35,21 +37,21 @@ def _qwen3_next(h: Hyperparameters) -> DecoderConfig:
 
 
 def _hybrid(h: Hyperparameters, name: str, experts: Experts | None, *, tiled: bool = True) -> DecoderConfig:
-    """`tiled`: GGUF has the heads of values in this order."""
+    """Return the configuration; `tiled`: the order of value heads in GGUF (see `StateLayers`)."""
     h.refuse(hidden_act="silu", attention_bias=False, attn_output_gate=True)
     width = h.head_width(256)
     layers = h.integer("layers") - h.guessing_layers()
-    net = _delta_net(h, layers, tiled and h.is_gguf)
+    states = _delta_net(h, layers, tiled and h.is_gguf)
     return h.decoder(
         name, layers=layers, head_width=width, rope=h.rope(width), has_qk_norm=True, has_output_gate=True,
-        experts=experts, states=net,
+        experts=experts, states=states,
     )  # fmt: skip
 
 
 def _delta_net(h: Hyperparameters, layers: int, tiled: bool) -> StateLayers | None:
-    """None: all layers attend."""
-    remembering = _remembering(h, layers)
-    if not any(remembering):
+    """Return the configuration of the layers of the gated delta rule; None if there are none."""
+    state_layers = _state_layers(h, layers)
+    if not any(state_layers):
         return None
     sizes: dict[str, Any] = {
         ours: h.size(h.prefix + gguf if h.is_gguf else own) for ours, (own, gguf) in _SIZES.items()
@@ -66,23 +68,23 @@ def _delta_net(h: Hyperparameters, layers: int, tiled: bool) -> StateLayers | No
         )
     if sizes["length"] < 2:
         raise ImportModelError(f"{h.source}: a convolution must be along 2 tokens at least, not {sizes['length']}")
-    return StateLayers("delta", **sizes, layers=remembering, tiled=tiled)
+    return StateLayers("delta", **sizes, layers=state_layers, tiled=tiled)
 
 
-def _remembering(h: Hyperparameters, layers: int) -> tuple[bool, ...]:
-    """By layer, whether it is of the gated delta rule: as the checkpoint says, or all but every n-th."""
-    said = h.raw.get(f"{h.prefix}attention.recurrent_layers" if h.is_gguf else "layer_types")
-    if said is None:
+def _state_layers(h: Hyperparameters, layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it is of the gated delta rule: as listed, or all but every n-th."""
+    listed = h.raw.get(f"{h.prefix}attention.recurrent_layers" if h.is_gguf else "layer_types")
+    if listed is None:
         every = h.raw.get(f"{h.prefix}full_attention_interval", 4)
         if not isinstance(every, int) or every < 1:
             raise ImportModelError(f"{h.source}: {h.prefix}full_attention_interval = {every!r} must be positive")
         result = tuple((k + 1) % every != 0 for k in range(layers))
     elif h.is_gguf:
-        result = tuple(map(bool, said[:layers])) if isinstance(said, list) else ()
+        result = tuple(map(bool, listed[:layers])) if isinstance(listed, list) else ()
     else:
-        if not isinstance(said, list) or set(said) - set(_KINDS):
+        if not isinstance(listed, list) or set(listed) - set(_KINDS):
             raise ImportModelError(f"{h.source}: layer_types must name {' or '.join(_KINDS)} for each layer")
-        result = tuple(_KINDS[kind] for kind in said)
+        result = tuple(_KINDS[kind] for kind in listed)
     if len(result) != layers:
         raise ImportModelError(f"{h.source}: {len(result)} layers are told apart, and there are {layers}")
     if all(result):
@@ -90,33 +92,32 @@ def _remembering(h: Hyperparameters, layers: int) -> tuple[bool, ...]:
     return result
 
 
-def _apart(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """Each head's query and the gate of what it gives, which are rows of one weight, as two; and what Qwen3-Next has
-    for each head of keys side by side."""
-    result, net = dict(weights), config.states
+def _split_weights(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
+    """Split fused weights: each head's query and output gate, and Qwen3-Next's weights that are fused per key head."""
+    result, states = dict(weights), config.states
     queries = np.arange(2 * config.heads * config.head_width).reshape(config.heads, 2, config.head_width)
     for k in range(config.layers):
         name = f"layers.{k}"
-        _split(result, f"{name}.q", {f"{name}.q": queries[:, 0], f"{name}.q_gate": queries[:, 1]}, source)
-        if net is not None:
-            shared = net.heads // net.key_heads
-            wide = [net.key_width, net.key_width, shared * net.width, shared * net.width]
-            q, key, value, gate = _columns(net.key_heads, wide)
+        _split_rows(result, f"{name}.q", {f"{name}.q": queries[:, 0], f"{name}.q_gate": queries[:, 1]}, source)
+        if states is not None:
+            shared = states.heads // states.key_heads
+            widths = [states.key_width, states.key_width, shared * states.width, shared * states.width]
+            q, key, value, gate = _part_rows(states.key_heads, widths)
             qkv = np.concatenate([q.reshape(-1), key.reshape(-1), value.reshape(-1)])
-            _split(result, f"{name}.qkvz", {f"{name}.delta_qkv": qkv, f"{name}.delta_gate": gate}, source)
-            beta, alpha = _columns(net.key_heads, [shared, shared])
-            _split(result, f"{name}.ba", {f"{name}.delta_beta": beta, f"{name}.delta_alpha": alpha}, source)
+            _split_rows(result, f"{name}.qkvz", {f"{name}.delta_qkv": qkv, f"{name}.delta_gate": gate}, source)
+            beta, alpha = _part_rows(states.key_heads, [shared, shared])
+            _split_rows(result, f"{name}.ba", {f"{name}.delta_beta": beta, f"{name}.delta_alpha": alpha}, source)
     return result
 
 
-def _columns(heads: int, widths: list[int]) -> list[np.ndarray[Any, Any]]:
-    """The numbers of the rows of each part, where every head has all parts, one after the other."""
-    places = np.arange(heads * sum(widths)).reshape(heads, -1)
-    return np.split(places, np.cumsum(widths)[:-1], axis=1)
+def _part_rows(heads: int, widths: list[int]) -> list[np.ndarray[Any, Any]]:
+    """Return the row numbers of each part, where the parts of a head are adjacent."""
+    rows = np.arange(heads * sum(widths)).reshape(heads, -1)
+    return np.split(rows, np.cumsum(widths)[:-1], axis=1)
 
 
-def _split(weights: dict[str, Weight], name: str, parts: dict[str, np.ndarray[Any, Any]], source: str) -> None:
-    """In place of a weight those that have some of its rows each."""
+def _split_rows(weights: dict[str, Weight], name: str, parts: dict[str, np.ndarray[Any, Any]], source: str) -> None:
+    """Replace a weight by weights of some of its rows."""
     if name not in weights:
         return
     weight, rows = weights.pop(name), sum(order.size for order in parts.values())
@@ -129,8 +130,8 @@ def _split(weights: dict[str, Weight], name: str, parts: dict[str, np.ndarray[An
 
 
 def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:
-    """Filters of one channel each [channels, 1, length] as a matrix, and rates themselves, not their logarithms."""
-    result = _apart(weights, config, source)
+    """Split weights, reshape convolutions [channels, 1, length] to matrices, and exponentiate decay rates."""
+    result = _split_weights(weights, config, source)
     for name, weight in weights.items():
         if name.endswith(".delta_conv") and len(weight.shape) == 3 and weight.shape[1] == 1:
             result[name] = Weight(weight.data.reshape(weight.shape[0], -1), (weight.shape[0], weight.shape[2]))
@@ -159,7 +160,7 @@ _GGUF = {
 _GGUF = {ours: theirs for ours, theirs in _GGUF.items() if ours != "attn_post_norm"}
 _SHARED: dict[str, Any] = {
     "hugging_face": _HUGGING_FACE, "gguf": _GGUF, "fused": {"gate_up": ("gate", "up")}, "norm_offset": 1.0,
-    "from_folder": _from_folder, "from_gguf": _apart,
+    "from_folder": _from_folder, "from_gguf": _split_weights,
 }  # fmt: skip
 _DEFAULTS = {
     "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25, "head_dim": 256,

@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance, 2025): Llama with biases of queries, keys and values, and heads of a width of their own."""
+"""Seed-OSS (ByteDance, 2025): Llama with biases of queries, keys and values, and its own head width."""
 
 from __future__ import annotations
 

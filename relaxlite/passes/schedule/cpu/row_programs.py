@@ -38,7 +38,7 @@ from relaxlite.passes.loops.transforms import (
     when_positive,
     with_nontemporal_stores,
 )
-from relaxlite.passes.products.panel_prefetch import LINE
+from relaxlite.passes.products.panel_prefetch import CACHE_LINE_BYTES
 from relaxlite.passes.schedule.cpu.pipelined_rows import pipeline_rows
 from relaxlite.records import dataclass
 
@@ -428,7 +428,7 @@ def _step(
     lines = [
         replace(x, indices=Substitute({loop.var: k}).indices(x.indices))
         for x in prefetches
-        for k in starts[:: max(1, LINE // (lanes * dtypes.itemsize(x.buffer.dtype)))]
+        for k in starts[:: max(1, CACHE_LINE_BYTES // (lanes * dtypes.itemsize(x.buffer.dtype)))]
     ]
     inner = seq(*lines, inner)
     return For(outer, piece.count, inner) if is_loop else inner
