@@ -1,4 +1,4 @@
-"""compile(module) -> Executable: one page that calls every stage."""
+"""Compiler driver: runs passes, code generation and host compilation to build an Executable from a module."""
 
 from __future__ import annotations
 
@@ -73,32 +73,36 @@ def compile(
     validate: Validate = False,
     libraries: Sequence[str] | str | None = None,
 ) -> Executable:
-    """Compile the function "main" of a module for a target; the host's processor by default.
+    """Compile the function "main" of a module for a target, by default the host's processor.
 
-    `precision="bf16"` allows the operands of matrix products with constant weights, and of attention where
-    bfloat16 dot products are fast, to be rounded as far as bfloat16 does (8 significant bits; a row by 2**-8 of its
-    length): faster on processors with such instructions (up to 3 times; docs/measurements/cpus.md, precision_bf16),
-    results within some 1 % of the largest. Where additions issue beside products, most rows are rounded to whole
-    numbers of 14 bits instead, relative to their largest element, which is faster and closer
-    (passes/products/int16_products.py), also in convolutions of one pixel.
-    What weights in blocks of few bits are multiplied by, as in language models, is rounded to integers in blocks:
-    `precision="int8"` to 8 bits, as llama.cpp does, `"int12"` to 12 (logits move by some 3e-3 of the largest),
-    `"int16"` to 16 (2e-4), `"float32"` not at all; `"auto"`, the default, to 12 where the processor multiplies
-    bytes faster than floats (passes/graph/integer_products.py).
-    `constant_memory` plans intermediates for the upper bounds of the symbols: every call takes the same memory, at
-    constant offsets. Where a symbol has no bound, a note in the context says which.
-    `tuning`: schedules that measurements have chosen (`relaxlite tune`), or the file that holds them; RELAXLITE_TUNING
-    names one for every compilation. `context` receives times and notes.
+    `precision`: rounding that the compiler may add. `"bf16"` allows the operands of matrix products with constant
+    weights, and of attention where bfloat16 dot products are fast, to be rounded to bfloat16 precision (8 significant
+    bits; rows by 2**-8 of their length). This is faster on processors with such instructions
+    (docs/measurements/cpus.md, precision_bf16); results stay within some 1 % of the largest element. Where additions
+    issue in parallel with products, most rows are instead rounded to integers of 14 bits relative to their largest
+    element, which is faster and more accurate (passes/products/int16_products.py), also in 1x1 convolutions. For
+    products with blocked weights of few bits, as in language models, the other operand is rounded to integers in
+    blocks: `"int8"` to 8 bits as in llama.cpp, `"int12"` to 12 (logits move by some 3e-3 of the largest), `"int16"` to
+    16 (2e-4), `"float32"` not at all. `"auto"`, the default, rounds to 12 bits where the processor multiplies bytes
+    faster than floats (passes/graph/integer_products.py).
+
+    `constant_memory` plans intermediates at the upper bounds of the symbols: every call uses the same memory, at
+    constant offsets. A decision in the context names symbols without a bound.
+
+    `tuning`: measured schedules (`relaxlite tune`), or the file that holds them; RELAXLITE_TUNING names a file for
+    every compilation. `context` receives timings and decisions.
+
     `validate=True` runs the module before and after each pass on random inputs of sampled sizes, and compares the
-    compiled model with it too (relaxlite/validation); a list of example inputs, each in the order of "main", takes the
-    place of random ones, or a mapping of such lists by the names of functions that are called from outside. That takes
-    seconds for small models, minutes for large ones; where it can compare hardly anything, a RuntimeWarning says why.
-    `libraries`: what `rl.register_library` has added and OpenBLAS, where it is installed, are called where they pay;
-    names of libraries or rules restrict that to them, "none" forbids it.
-    Raises InvalidArgumentError for a module without "main", an unknown target or a tuning file that cannot be read,
-    VerifyError for an illegal module, PassError and CodegenError naming the pass or program that failed, LibraryError
-    for a library that is asked for and not there, and ValidationError naming the pass that changes what the module
-    computes.
+    compiled model with it (relaxlite/validation). Example inputs replace random ones: a list, each in the parameter
+    order of "main", or a mapping of such lists by the names of entry points. Validation takes seconds for small models
+    and minutes for large ones; a RuntimeWarning reports if it compares hardly anything.
+
+    `libraries`: names of libraries or rules to which library calls are restricted, or "none". By default, rules of
+    `rl.register_library` and OpenBLAS, where installed, are used where they pay.
+
+    Raises InvalidArgumentError for a module without "main", an unknown target or an unreadable tuning file, VerifyError
+    for an illegal module, PassError and CodegenError with the pass or program that failed, LibraryError for a requested
+    library that is missing, and ValidationError with the pass that changes the results.
     """
     data = build(
         module,
@@ -127,8 +131,10 @@ def build(
     validate: Validate = False,
     libraries: Sequence[str] | str | None = None,
 ) -> ExecutableData:
-    """What `compile` makes, as plain data: also for a processor that is not this one, where `validate` checks
-    the passes and does not run what was compiled."""
+    """Compile as `compile` does, and return plain data.
+
+    The target may be another processor; `validate` then checks the passes only, as the compiled model cannot run.
+    """
     machine = Target.parse(target) if isinstance(target, str) else target
     if not isinstance(module.get(ENTRY), Function):
         raise InvalidArgumentError(f"the module has no function {ENTRY!r}; it defines {', '.join(module) or 'nothing'}")
@@ -161,8 +167,8 @@ def build(
     host = compile_host(functions, signature, code.kernels, constants, machine)
     signatures = {name: signature_of(module[name]) for name in entry_points(module)[1:]}  # type: ignore[arg-type]
     others = {
-        name: Entry(given, compile_host(functions, given, code.kernels, constants, machine, name))
-        for name, given in signatures.items()
+        name: Entry(entry_signature, compile_host(functions, entry_signature, code.kernels, constants, machine, name))
+        for name, entry_signature in signatures.items()
     }
     context.timings.append(("host function", time.perf_counter() - start))
     data = ExecutableData(
@@ -181,50 +187,55 @@ def build(
     for validator in validators if machine.runs_here else ():
         validator.check_compiled(Executable(data).entry(validator.entry), lowered)
     context.validations.extend(str(validator.coverage()) for validator in validators)
-    for doubt in filter(None, (validator.doubt() for validator in validators)):
-        warnings.warn(doubt, RuntimeWarning, stacklevel=4)  # where `compile` was called
+    for warning in filter(None, (validator.doubt() for validator in validators)):
+        warnings.warn(warning, RuntimeWarning, stacklevel=4)  # the caller of `compile`
     return data
 
 
 @cache
 def _passes_key(target: Target) -> str:
-    """Everything but the program that what passes make of it depends on."""
+    """Cache key of everything, apart from the program, that determines the results of passes."""
     sources = map(sources_key, ("passes/**/*.py", "ir/*.py", "dtypes.py", "target.py", "cpus.py", "llvm_names.py"))
     return "\n".join([__version__, str(sys.implementation.cache_tag), repr(target), *sources])
 
 
 def _validators(module: IRModule, context: PassContext, validate: Validate) -> list[Validator]:
-    """The checks of each pass, which the context gets as observers: one for each function that is called from outside
-    and that there are inputs for."""
+    """Create validators of the entry points that have inputs, and register them as observers of the passes."""
     if validate is False:
         return []
     if isinstance(validate, Mapping):
-        given: Mapping[str, Sequence[Sequence[Any]] | None] = validate
+        inputs_of: Mapping[str, Sequence[Sequence[Any]] | None] = validate
     else:
-        given = dict.fromkeys(entry_points(module)) if validate is True else {ENTRY: validate}
+        inputs_of = dict.fromkeys(entry_points(module)) if validate is True else {ENTRY: validate}
     externs, folder = registered_functions(), str(context.dump_dir or "") or None
-    validators = [Validator(module, inputs=x, externs=externs, folder=folder, entry=name) for name, x in given.items()]
+    validators = [
+        Validator(module, inputs=x, externs=externs, folder=folder, entry=name) for name, x in inputs_of.items()
+    ]
     for validator in validators:
         context.observers.append(validator.check)
     return validators
 
 
 def signature_of(function: Function) -> Signature:
-    """Names, dtypes and symbolic shapes of a function's parameters and results. Symbols of one name get suffixes."""
-    given = function.attrs.get(INPUT_NAMES) or tuple(p.name for p in function.params)
-    results = function.body.result.ty
-    types = result_types(results)
-    named = function.attrs.get(OUTPUT_NAMES) or tuple(f"output_{k}" for k in range(len(types)))
-    assert isinstance(given, tuple) and isinstance(named, tuple)
-    donated = donated_params(function)  # the last results are their new contents, which the caller's arrays hold
-    types, named = types[: len(types) - len(donated)], named[: len(types) - len(donated)]
-    names = _unique_names(s for ty in (*(p.ty for p in function.params), *types) for s in type_symbols(ty))
-    inputs = tuple(_spec(str(name), p.ty, names) for name, p in zip(given, function.params, strict=True))
-    outputs = tuple(_spec(str(name), ty, names) for name, ty in zip(named, types, strict=True))
-    return Signature(inputs, outputs, tuple(str(given[function.params.index(param)]) for param in donated))
+    """Names, dtypes and symbolic shapes of a function's parameters and results.
+
+    Different symbols of one name get suffixes.
+    """
+    input_names = function.attrs.get(INPUT_NAMES) or tuple(p.name for p in function.params)
+    result_type = function.body.result.ty
+    types = result_types(result_type)
+    output_names = function.attrs.get(OUTPUT_NAMES) or tuple(f"output_{k}" for k in range(len(types)))
+    assert isinstance(input_names, tuple) and isinstance(output_names, tuple)
+    donated = donated_params(function)  # the last results are stored in the caller's arrays
+    types, output_names = types[: len(types) - len(donated)], output_names[: len(types) - len(donated)]
+    symbol_names = _unique_names(s for ty in (*(p.ty for p in function.params), *types) for s in type_symbols(ty))
+    inputs = tuple(_spec(str(name), p.ty, symbol_names) for name, p in zip(input_names, function.params, strict=True))
+    outputs = tuple(_spec(str(name), ty, symbol_names) for name, ty in zip(output_names, types, strict=True))
+    return Signature(inputs, outputs, tuple(str(input_names[function.params.index(param)]) for param in donated))
 
 
 def _unique_names(symbols: Iterable[SymVar]) -> dict[SymVar, str]:
+    """Unique names of symbols."""
     names: dict[SymVar, str] = {}
     for symbol in symbols:
         if symbol not in names:
@@ -246,11 +257,11 @@ def _spec(name: str, ty: Type, names: dict[SymVar, str]) -> TensorSpec:
 
 def _dim_text(dim: SymExpr, names: dict[SymVar, str]) -> str:
     text = to_text(dim, names.__getitem__)
-    return text[1:-1] if isinstance(dim, Division) else text  # an atom brings its own parentheses
+    return text[1:-1] if isinstance(dim, Division) else text  # without the parentheses of an atom
 
 
 def _libraries(module: IRModule, context: PassContext) -> tuple[LibraryInfo, ...]:
-    """The libraries that programs call, with the symbols of each."""
+    """Libraries that programs call, with the symbols of each."""
     symbols: dict[str, dict[str, bool]] = {}
     for program in module.programs().values():
         for value in all_values(program.body):
@@ -267,7 +278,7 @@ def _libraries(module: IRModule, context: PassContext) -> tuple[LibraryInfo, ...
 
 
 def _with_costs(kernels: Mapping[str, KernelInfo], module: IRModule, context: PassContext) -> dict[str, KernelInfo]:
-    """The kernels with what is known of their costs."""
+    """Kernels with their estimated costs."""
     programs, costs = module.programs(), context.costs
     return {
         name: replace(kernel, cost=_kernel_cost(costs[name], programs[name].symbols)) if name in costs else kernel
@@ -276,7 +287,7 @@ def _with_costs(kernels: Mapping[str, KernelInfo], module: IRModule, context: Pa
 
 
 def _kernel_cost(cost: Cost, symbols: tuple[SymVar, ...]) -> KernelCost | None:
-    """The cost in terms of the symbols that the program takes in the end; None where those do not say it."""
+    """Cost in terms of the symbols of the final program; None if the cost depends on other symbols."""
     places = {symbol: f"s{k}" for k, symbol in enumerate(symbols)}
     parts = (cost.flops, cost.bytes_read, cost.bytes_written)
     if any(v not in places for part in parts for v in part.free_vars()):
@@ -301,6 +312,7 @@ def _metadata(module: IRModule, lowered: IRModule, context: PassContext, code: O
 
 
 def _count_ops(module: IRModule) -> dict[str, int]:
+    """Number of calls of each op, the most frequent first."""
     counts: dict[str, int] = {}
     for function in module.functions().values():
         for binding in function.body.bindings():

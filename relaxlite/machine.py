@@ -1,7 +1,7 @@
-"""How fast this machine is at best: float32 multiply-adds, and reads from each cache and from RAM.
+"""Measurement of this machine's roofline: peak float32 FLOP/s, and bandwidth of each cache level and of RAM.
 
-Two small kernels are made by our own code generator and timed, for one thread up to all: about a second, once per
-machine (runtime/roofline.py keeps the figures in the user's cache folder).
+Two small kernels, made by our own code generator, are timed with one thread up to all threads. This takes about a
+second, once per machine (runtime/roofline.py caches the figures in the user's cache folder).
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from relaxlite.runtime.module import Executable
 from relaxlite.runtime.roofline import MachineLimits, MemoryLevel, best_of, cpu_name, load_limits, save_limits
 from relaxlite.target import Target, host_cache_bytes
 
-_ACCUMULATORS = 12  # enough to hide the latency of a multiply-add, few enough for 16 registers
-_STREAM = 8  # vectors read per step
-_SECONDS = 0.004  # of one timed call
-_REPEATS = 7  # timed calls, of which the fastest counts
-_ATTEMPTS, _NEARLY = 3, 0.85  # measurements where the first falls below this share of what threads should reach
+_ACCUMULATORS = 12  # hide the latency of an FMA, and fit in 16 registers
+_STREAM = 8  # vectors loaded per step
+_SECONDS = 0.004  # minimum duration of a timed call
+_REPEATS = 7  # timed calls; the fastest counts
+_ATTEMPTS, _NEARLY = 3, 0.85  # repeated below this share of linear scaling
 _MAX_BYTES = 512 << 20
-_UNKNOWN_L3 = 16 << 20  # where the system does not say, the RAM is measured with several times this
+_UNKNOWN_L3 = 16 << 20  # assumed size where the system does not report one
 
 
 def limits(*, fresh: bool = False) -> MachineLimits:
-    """The limits of this machine: as measured before, or (`fresh`, or the first time) measured now and kept.
+    """Cached limits of this machine; measured and cached on first use or with `fresh`.
 
-    Other work can only make a figure smaller: of a new one and the one that is known, the greater is kept.
+    Other load can only lower a figure: the greater of the new and the cached figure is kept.
     """
-    known = load_limits()
-    if known is not None and not fresh:
-        return known
-    best = best_of(known, measure_limits())
-    with contextlib.suppress(OSError, NoFolderError):  # no folder that can be written: measured again next time
+    cached = load_limits()
+    if cached is not None and not fresh:
+        return cached
+    best = best_of(cached, measure_limits())
+    with contextlib.suppress(OSError, NoFolderError):  # no writable folder: measured again next time
         save_limits(best)
     return best
 
 
 def measure_limits() -> MachineLimits:
-    """Measure now, with 1, 2, 4, ... threads and with as many as there are usable cores. Other work disturbs it."""
+    """Measure with 1, 2, 4, ... threads and with all usable cores. Other load disturbs the measurement."""
     cores = usable_cores()
     counts = sorted({cores, *(1 << k for k in range(cores.bit_length()))})
     lanes = Target.host().vector_lanes(4)
@@ -74,7 +74,7 @@ def measure_limits() -> MachineLimits:
     gflops: dict[int, float] = {}
     levels = _levels()
     speeds: dict[str, dict[int, float]] = {level.name: {} for level, _ in levels}
-    before = threadpool.num_threads()
+    previous_threads = threadpool.num_threads()
     try:
         for threads in counts:
             threadpool.set_num_threads(threads)
@@ -83,25 +83,27 @@ def measure_limits() -> MachineLimits:
                 share = nbytes if level.is_private else nbytes // threads
                 _record(speeds[level.name], threads, partial(_bandwidth, reader, lanes, threads, share))
     finally:
-        threadpool.set_num_threads(before)
+        threadpool.set_num_threads(previous_threads)
     result = tuple(replace(level, gb_per_s=speeds[level.name]) for level, _ in levels)
     return MachineLimits(cpu_name(), gflops, result)
 
 
 def _record(figures: dict[int, float], threads: int, measure: Callable[[], float]) -> None:
-    """The best of several measurements where the first falls short of what one thread promises: others may be at work.
-    No figure is less than that of fewer threads."""
-    promised = threads * figures.get(1, 0.0)
+    """Record the best of several measurements, repeated while below linear scaling, as other load may interfere.
+
+    A figure is never less than that of fewer threads.
+    """
+    expected = threads * figures.get(1, 0.0)
     best = max(figures.values(), default=0.0)
     for _ in range(_ATTEMPTS):
         best = max(best, measure())
-        if best >= _NEARLY * promised:
+        if best >= _NEARLY * expected:
             break
     figures[threads] = best
 
 
 def _levels() -> list[tuple[MemoryLevel, int]]:
-    """The memories, without speeds, and how many bytes to read of each (per thread, of what is private)."""
+    """Memory levels without speeds, and bytes to read per level (per thread for private caches)."""
     capacities = {number: host_cache_bytes(number) for number in (1, 2, 3)}
     result = []
     for number, capacity in capacities.items():
@@ -112,11 +114,11 @@ def _levels() -> list[tuple[MemoryLevel, int]]:
     return [*result, (MemoryLevel("RAM", None, False, {}), nbytes)]
 
 
-# The kernels. Each thread works on its own row; `repeats` and `threads` are the lengths of two arrays.
+# Kernels. Each thread works on its own row; `repeats` and `threads` are passed as lengths of two arrays.
 
 
 def _multiply_adds(lanes: int) -> TensorProgram:
-    """acc = acc * x + y for a tile of registers, `repeats` times, in each of `threads` iterations."""
+    """Kernel of `repeats` FMAs acc = acc * x + y on a register tile, in each of `threads` parallel iterations."""
     repeats, threads = SymVar("repeats"), SymVar("threads")
     xy, out = Buffer.of("xy", (2, lanes), "float32"), Buffer.of("out", (threads, _ACCUMULATORS, lanes), "float32")
     acc = Buffer.of("acc", (_ACCUMULATORS, lanes), "float32", "local")
@@ -141,7 +143,7 @@ def _multiply_adds(lanes: int) -> TensorProgram:
 
 
 def _reads(lanes: int) -> TensorProgram:
-    """The sum of x[thread], read from one end to the other `repeats` times, in each of `threads` iterations."""
+    """Kernel that sums x[thread] `repeats` times, in each of `threads` parallel iterations."""
     repeats, threads, blocks = SymVar("repeats"), SymVar("threads"), SymVar("blocks")
     x = Buffer.of("x", (threads, blocks, _STREAM, lanes), "float32")
     out = Buffer.of("out", (threads, _STREAM, lanes), "float32")
@@ -184,7 +186,7 @@ def _parallel(
 
 
 def _compiled(program: TensorProgram) -> Executable:
-    """A model of one call: main(repeats: int8[r], threads: int8[t], *inputs) -> the program's output."""
+    """Compile a module with one call: main(repeats: int8[r], threads: int8[t], *inputs) -> output of the program."""
     counters = [Buffer.of(s.name, (s,), "int8") for s in program.symbols[:2]]
     buffers = (*counters, *program.inputs)
     bb = BlockBuilder(IRModule({"kernel": program}))
@@ -199,7 +201,7 @@ def _compiled(program: TensorProgram) -> Executable:
 
 
 def _peak(exe: Executable, lanes: int, threads: int) -> float:
-    """GFLOP/s."""
+    """Peak GFLOP/s of all threads together."""
     xy = _aligned((2, lanes))
     xy[:] = 0.5
     per_repeat = threads * _ACCUMULATORS * lanes * 2
@@ -207,7 +209,7 @@ def _peak(exe: Executable, lanes: int, threads: int) -> float:
 
 
 def _bandwidth(exe: Executable, lanes: int, threads: int, nbytes: int) -> float:
-    """GB/s, of all threads together, each of which reads `nbytes` again and again."""
+    """Bandwidth in GB/s of all threads together, each of which repeatedly reads `nbytes`."""
     blocks = max(nbytes // (_STREAM * lanes * 4), 1)
     x = _aligned((threads, blocks, _STREAM, lanes))
     x[:] = 1.0
@@ -215,24 +217,24 @@ def _bandwidth(exe: Executable, lanes: int, threads: int, nbytes: int) -> float:
 
 
 def _seconds_per_repeat(exe: Executable, threads: int, data: np.ndarray) -> float:
-    """The least, of calls that are long enough for what surrounds the kernel not to matter."""
-    team = np.zeros(threads, np.int8)
-    repeats, took = 1, _time_of(exe, 1, team, data)
-    while took < _SECONDS / 2:
-        repeats *= 8 if took < _SECONDS / 16 else 2
-        took = _time_of(exe, repeats, team, data)
-    return min(took, *(_time_of(exe, repeats, team, data) for _ in range(_REPEATS))) / repeats
+    """Minimum time per repetition, of calls long enough to amortize the call overhead."""
+    thread_counter = np.zeros(threads, np.int8)
+    repeats, seconds = 1, _time_of(exe, 1, thread_counter, data)
+    while seconds < _SECONDS / 2:
+        repeats *= 8 if seconds < _SECONDS / 16 else 2
+        seconds = _time_of(exe, repeats, thread_counter, data)
+    return min(seconds, *(_time_of(exe, repeats, thread_counter, data) for _ in range(_REPEATS))) / repeats
 
 
-def _time_of(exe: Executable, repeats: int, team: np.ndarray, data: np.ndarray) -> float:
+def _time_of(exe: Executable, repeats: int, thread_counter: np.ndarray, data: np.ndarray) -> float:
     counter = np.zeros(repeats, np.int8)
     start = time.perf_counter()
-    exe(counter, team, data)
+    exe(counter, thread_counter, data)
     return time.perf_counter() - start
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """float32, on a cache line's start."""
+    """Uninitialized float32 array aligned to a cache line."""
     raw = np.empty(math.prod(shape) * 4 + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + math.prod(shape) * 4].view(np.float32).reshape(shape)

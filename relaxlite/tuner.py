@@ -1,15 +1,15 @@
-"""Searching schedules by measuring them: what `relaxlite tune` does.
+"""Auto-tuning of schedules by measurement, as `relaxlite tune` does.
 
     tuning = tune(module, [{"ids": ids_of_16}, {"ids": ids_of_128}])
     tuning.save("model.tuning.json")
     exe = rl.compile(module, tuning=tuning)
 
-1. The model is compiled as the rules say and run on every sample; that tells which programs run, at which sizes, how
-   often, and how long they take.
-2. Each program that takes a share worth having becomes a model of its own, whose constants are random. Choices that
-   change its schedule (passes/products/choice.py) are compiled, and dropped when their results are not the same.
-3. Those that are left run in turn at the sampled sizes; the slower half leaves after each round. What beats the rules
-   by more than noise is kept. One axis of choices is searched after the other.
+1. The model is compiled with the default rules and run on every sample, to find which programs run, at which sizes,
+   how often, and for how long.
+2. Each program with a relevant share of the time becomes a model of its own, with random constants. Choices that change
+   its schedule (passes/products/choice.py) are compiled, and dropped when their results differ.
+3. The remaining choices run in turn at the sampled sizes; the slower half is dropped after each round (successive
+   halving). A choice that beats the default by more than noise is kept. One axis of choices is searched after another.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ from relaxlite.runtime.executable import ENTRY
 from relaxlite.runtime.replay import Recorder, Replay
 from relaxlite.target import Target
 
-MIN_SHARE = 0.01  # of a model's time: programs below it are not worth a search
-MIN_GAIN = 1.03  # what is gained less is noise
+MIN_SHARE = 0.01  # of a model's time; programs below are not tuned
+MIN_GAIN = 1.03  # smaller gains count as noise
 ROUNDS = 4
-UNBOUNDED = 64  # the largest size that is guessed for a symbol without an upper bound
-TURN_SECONDS = 0.01  # of one choice at one size
+MAX_UNBOUNDED_SAMPLE = 64  # the largest sample of a symbol without an upper bound
+MIN_SECONDS_PER_SIZE = 0.01  # of one choice in one round
 MIN_RUNS, MAX_RUNS = 3, 200
-LOW_PERCENTILE = 20.0  # on a machine that others use too, the fast runs say what a kernel takes
-TOLERANCE = {"float16": 1e-2, "bfloat16": 5e-2}  # of a result's largest magnitude; sums may be added in another order
-USUAL_TOLERANCE = 1e-4
+LOW_PERCENTILE = 20.0  # robust against other load on the machine
+TOLERANCE = {"float16": 1e-2, "bfloat16": 5e-2}  # relative to the largest magnitude; the order of summation may differ
+DEFAULT_TOLERANCE = 1e-4
 
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(slots=True)
 class Task:
-    """A program to tune. `sizes`: values of its symbols, and how many calls have them in all samples together."""
+    """Program to tune. `sizes` counts the calls per assignment of its symbols in all samples."""
 
     name: str
     program: TensorProgram
-    constants: frozenset[int]  # inputs that are constants wherever it is called
+    constants: frozenset[int]  # inputs that are constants at every call
     sizes: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    seconds: float = 0.0  # in all samples together
+    seconds: float = 0.0  # sum over all samples
 
 
 def tune(
@@ -82,11 +82,11 @@ def tune(
     threads: int | None = None,
     progress: bool = True,
 ) -> Tuning:
-    """Choices for the programs of a module, by measuring them on inputs of the sizes that matter.
+    """Search schedule choices for the programs of a module by measuring them on sample inputs.
 
-    samples: inputs by name, as `Executable.run` takes them, one mapping per size. precision: as `compile` takes it.
-    tuning: what is known already, which is extended and given back. Raises InvalidArgumentError without samples or for
-    another machine's target, and what compiling and running raise.
+    `samples`: inputs by name, as for `Executable.run`, one mapping per size. `precision`: as for `compile`. `tuning`:
+    earlier choices, which are extended and returned. Raises InvalidArgumentError without samples or for a target other
+    than this machine, and the errors of compiling and running.
     """
     machine = Target.parse(target) if isinstance(target, str) else target
     if not samples:
@@ -102,29 +102,29 @@ def tune(
             bar.set_postfix_str(task.name)
             try:
                 entry = search(task, machine)
-            except ExecutionError as error:  # which random values may cause
+            except ExecutionError as error:  # random values may fail checks
                 bar.write(f"{task.name} does not run on its own and is left as it is: {error}", file=sys.stderr)
                 continue
             if entry is None:
-                result.remove(task.program, machine)  # an older choice is no better than the rules any more
+                result.remove(task.program, machine)  # an older choice is outdated
             else:
                 result.add(task.program, machine, entry)
     return result
 
 
-# What there is to tune
+# Programs to tune
 
 
 def sample_shapes(module: IRModule) -> list[dict[str, tuple[int, ...]]]:
-    """Shapes of a model's inputs, by name, at sizes that its symbols' bounds suggest: smallest, middle and largest."""
+    """Shapes of a model's inputs by name, at the smallest, a middle and the largest size within bounds."""
     main = module[ENTRY]
     assert isinstance(main, Function)
     types = [p.ty for p in main.params if isinstance(p.ty, TensorType) and p.ty.shape is not None]
     symbols = list(dict.fromkeys(s for ty in types for s in type_symbols(ty)))
     names = [spec.name for spec in signature_of(main).inputs]
     result: list[dict[str, tuple[int, ...]]] = []
-    for part in (0.0, 0.5, 1.0):
-        values = {symbol: _between(symbol, part) for symbol in symbols}
+    for fraction in (0.0, 0.5, 1.0):
+        values = {symbol: _interpolate(symbol, fraction) for symbol in symbols}
         shapes = {
             name: tuple(evaluate(dim, values) for dim in p.ty.shape)
             for name, p in zip(names, main.params, strict=True)
@@ -135,11 +135,14 @@ def sample_shapes(module: IRModule) -> list[dict[str, tuple[int, ...]]]:
     return result
 
 
-def _between(symbol: SymVar, part: float) -> int:
-    """A legal value, by geometric interpolation between the bounds; what has no upper bound goes up to UNBOUNDED."""
+def _interpolate(symbol: SymVar, fraction: float) -> int:
+    """A legal value by geometric interpolation between the bounds.
+
+    MAX_UNBOUNDED_SAMPLE replaces a missing upper bound.
+    """
     low = max(symbol.lower or 0, 1)
-    high = max(UNBOUNDED, low) if symbol.upper is None else max(symbol.upper, 1)
-    value = round(low ** (1 - part) * high**part)
+    high = max(MAX_UNBOUNDED_SAMPLE, low) if symbol.upper is None else max(symbol.upper, 1)
+    value = round(low ** (1 - fraction) * high**fraction)
     step = symbol.divisor
     return min(max(-(-low // step), round(value / step)), max(high // step, 1)) * step
 
@@ -147,7 +150,7 @@ def _between(symbol: SymVar, part: float) -> int:
 def find_tasks(
     module: IRModule, samples: Sequence[Mapping[str, Any]], target: Target, precision: str = DEFAULT_PRECISION
 ) -> list[Task]:
-    """The programs that take a share of the samples' time worth having, longest first."""
+    """Programs with a relevant share of the samples' time, longest first."""
     unscheduled = run_passes(module, _passes_before_schedule(), PassContext(target, precision))
     programs, constants = unscheduled.programs(), _constant_inputs(unscheduled)
     recorder = Recorder(build(module, target, precision=precision, tuning=Tuning()))
@@ -162,13 +165,13 @@ def find_tasks(
             if program is None or len(call.symbols) != len(program.symbols) or min(call.symbols, default=1) < 0:
                 continue
             key = program_key(program)
-            here = constants.get(call.kernel, frozenset())
-            task = tasks.setdefault(key, Task(call.kernel, program, here))
-            task.constants &= here
+            constant_inputs = constants.get(call.kernel, frozenset())
+            task = tasks.setdefault(key, Task(call.kernel, program, constant_inputs))
+            task.constants &= constant_inputs
             task.sizes[call.symbols] += 1
             task.seconds += seconds
-    worth = [task for task in tasks.values() if task.seconds >= MIN_SHARE * total]
-    return sorted(worth, key=lambda task: -task.seconds)
+    relevant = [task for task in tasks.values() if task.seconds >= MIN_SHARE * total]
+    return sorted(relevant, key=lambda task: -task.seconds)
 
 
 def _passes_before_schedule() -> list[Pass]:
@@ -176,14 +179,14 @@ def _passes_before_schedule() -> list[Pass]:
 
 
 def _split_pipeline() -> tuple[list[Pass], list[Pass]]:
-    """The passes before the one that schedules, and the others."""
+    """The passes before scheduling, and the rest."""
     steps = list(default_pipeline())
     at = next(k for k, step in enumerate(steps) if step.name == "schedule")
     return steps[:at], steps[at:]
 
 
 def _constant_inputs(module: IRModule) -> dict[str, frozenset[int]]:
-    """By program: the inputs of known sizes for which every call passes a constant."""
+    """Inputs of constant shape for which every call passes a constant, by program."""
     result: dict[str, frozenset[int]] = {}
     programs = module.programs()
     for function in module.functions().values():
@@ -193,8 +196,10 @@ def _constant_inputs(module: IRModule) -> dict[str, frozenset[int]]:
                 if isinstance(value, Call) and isinstance(value.callee, GlobalVar) and value.callee.name in programs:
                     name = value.callee.name
                     pairs = enumerate(zip(value.args, programs[name].inputs, strict=True))
-                    here = frozenset(k for k, (arg, b) in pairs if isinstance(arg, Constant) and _is_known(b))
-                    result[name] = result.get(name, here) & here
+                    constant_numbers = frozenset(
+                        k for k, (arg, b) in pairs if isinstance(arg, Constant) and _is_known(b)
+                    )
+                    result[name] = result.get(name, constant_numbers) & constant_numbers
     return result
 
 
@@ -206,68 +211,76 @@ def _is_known(buffer: Buffer) -> bool:
 
 
 def search(task: Task, target: Target) -> TunedProgram | None:
-    """The best choice for a program; None when nothing beats the rules. One axis of choices after the other."""
+    """Find the best choice for a program, one axis after another; None if nothing beats the default."""
     bench = _Bench(task, target)
-    rules = bench.contender(DEFAULT)
-    assert rules is not None  # the first is never refused
-    best = rules
+    default = bench.contender(DEFAULT)
+    assert default is not None  # the first contender is never rejected
+    best = default
     for axis in axes(target.num_vector_registers, ALTERNATIVES):
-        rivals = [result for choice in axis if (result := bench.contender(best.choice.updated(choice))) is not None]
-        if not rivals:
+        candidates = [
+            contender for choice in axis if (contender := bench.contender(best.choice.updated(choice))) is not None
+        ]
+        if not candidates:
             continue
-        winner = bench.tournament([rules, *([] if best is rules else [best]), *rivals])
-        if winner.slowness(rules) * MIN_GAIN <= best.slowness(rules):
+        winner = bench.tournament([default, *([] if best is default else [best]), *candidates])
+        if winner.slowness(default) * MIN_GAIN <= best.slowness(default):
             best = winner
-    if best is rules:
+    if best is default:
         return None
     sizes = tuple(task.sizes)
-    low, usual = tuple(best.low), tuple(rules.low)
-    return TunedProgram(task.name, best.choice, sizes, low, usual, threadpool.num_threads())
+    seconds, default_seconds = tuple(best.low), tuple(default.low)
+    return TunedProgram(task.name, best.choice, sizes, seconds, default_seconds, threadpool.num_threads())
 
 
 @dataclass(slots=True)
 class _Contender:
+    """Compiled choice with its timings."""
+
     choice: ScheduleChoice
     replays: list[Replay]  # one per size
     times: list[list[float]] = field(default_factory=list)  # seconds of each run, at each size
-    low: list[float] = field(default_factory=list)  # seconds that a call takes, at each size
+    low: list[float] = field(default_factory=list)  # low percentile of seconds per call, at each size
 
     def measure(self) -> None:
-        """Some runs at each size, after one that warms up."""
+        """Time some runs at each size, after one warm-up run."""
         for replay, times in zip(self.replays, self.times, strict=True):
             replay.run()
             spent, runs = 0.0, 0
-            while runs < MIN_RUNS or (spent < TURN_SECONDS and runs < MAX_RUNS):
+            while runs < MIN_RUNS or (spent < MIN_SECONDS_PER_SIZE and runs < MAX_RUNS):
                 seconds = sum(replay.seconds())
                 times.append(seconds)
                 spent, runs = spent + seconds, runs + 1
         self.low = [float(np.percentile(times, LOW_PERCENTILE)) for times in self.times]
 
     def slowness(self, other: _Contender) -> float:
-        """How many times as long as the other it takes: the geometric mean of the sizes, so that none is sacrificed to
-        a larger one."""
-        ratios = [own / max(theirs, 1e-12) for own, theirs in zip(self.low, other.low, strict=True)]
+        """Time relative to another contender: geometric mean over sizes, so that large sizes do not dominate."""
+        ratios = [
+            seconds / max(other_seconds, 1e-12) for seconds, other_seconds in zip(self.low, other.low, strict=True)
+        ]
         return math.exp(sum(math.log(max(ratio, 1e-12)) for ratio in ratios) / len(ratios))
 
 
 class _Bench:
-    """Makes and compares contenders for one program."""
+    """Compilation and comparison of contenders for one program."""
 
     def __init__(self, task: Task, target: Target) -> None:
         self._task, self._target = task, target
         self._module, self._passes = lone_module(task), _split_pipeline()[1]
         self._inputs = [_random_inputs(task, size) for size in task.sizes]
-        self._expected: list[list[np.ndarray]] | None = None  # what the rules' schedule gives
-        self._seen: set[str] = set()  # schedules
+        self._expected: list[list[np.ndarray]] | None = None  # results of the default schedule
+        self._seen: set[str] = set()  # hashes of schedules
 
     def contender(self, choice: ScheduleChoice) -> _Contender | None:
-        """None when its schedule has been seen before, cannot be compiled, or gives other results than the first."""
+        """Compile a choice.
+
+        None if its schedule was seen before, does not compile, or gives other results than the first.
+        """
         schedule = structural_hash(schedule_program(self._task.program, self._target, choice))
         if schedule in self._seen:
             return None
         self._seen.add(schedule)
         try:
-            context = _with(self._task, self._target, choice)
+            context = _context_with_choice(self._task, self._target, choice)
             recorder = Recorder(build(self._module, self._target, passes=self._passes, context=context))
             replays = [recorder.record(arrays) for arrays in self._inputs]
         except RelaxliteError:
@@ -282,29 +295,33 @@ class _Bench:
         return _Contender(choice, replays)
 
     def tournament(self, contenders: Sequence[_Contender]) -> _Contender:
-        """The fastest of several rounds, of which the slower half leaves after each; the first stays for comparison,
-        and is what the others are measured by."""
+        """Find the fastest contender by successive halving.
+
+        The first contender stays as the reference for all others.
+        """
         for contender in contenders:
             contender.times = [[] for _ in contender.replays]
-        left = list(contenders)
+        remaining = list(contenders)
         for _ in range(ROUNDS):
-            for contender in left:
+            for contender in remaining:
                 contender.measure()
-            first, *others = left
-            others.sort(key=lambda c: c.slowness(first))
-            left = [first, *others[: max(2, len(others) // 2)]]
-        return min(left, key=lambda c: c.slowness(left[0]))
+            reference, *rivals = remaining
+            rivals.sort(key=lambda c: c.slowness(reference))
+            remaining = [reference, *rivals[: max(2, len(rivals) // 2)]]
+        return min(remaining, key=lambda c: c.slowness(remaining[0]))
 
 
-def _with(task: Task, target: Target, choice: ScheduleChoice) -> PassContext:
+def _context_with_choice(task: Task, target: Target, choice: ScheduleChoice) -> PassContext:
     tuning = Tuning()
     tuning.add(task.program, target, TunedProgram(task.name, choice, (), (), (), 1))
     return PassContext(target, tuning=tuning)
 
 
 def lone_module(task: Task) -> IRModule:
-    """A model that only calls the program. Its symbols are the lengths of inputs of their own, so that sizes which no
-    other input has can be given too."""
+    """A model that only calls the program.
+
+    Each symbol is the length of an input of its own, so that it may have any value.
+    """
     program, builder = task.program, BlockBuilder()
     callee = builder.define(task.name if task.name != ENTRY else f"{ENTRY}_program", program)
     params = [Var(_size_name(k), TensorType((symbol,), "bool")) for k, symbol in enumerate(program.symbols)]
@@ -338,7 +355,7 @@ def _random_inputs(task: Task, size: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def _random(buffer: Buffer, values: Mapping[SymVar, int], seed: int) -> np.ndarray:
-    """Integers are zeros, which are legal indices of anything."""
+    """Random input; integers are zeros, which are legal indices."""
     shape = tuple(evaluate(dim, values) for dim in buffer.shape)
     rng = np.random.default_rng(seed)
     dtype = dtypes.to_numpy(buffer.dtype)
@@ -352,7 +369,7 @@ def _same(outputs: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> bool
 
 
 def _agree(output: np.ndarray, expected: np.ndarray) -> bool:
-    """Not finite: in the same places. Integers: equal."""
+    """Whether results agree: integers exactly, floats within tolerance, non-finite elements at the same positions."""
     name = dtypes.from_numpy(output.dtype) or ""
     if not dtypes.is_float(name):
         return bool(np.array_equal(output, expected))
@@ -361,4 +378,4 @@ def _agree(output: np.ndarray, expected: np.ndarray) -> bool:
     if not np.array_equal(np.isfinite(a), finite) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
         return False
     scale = np.abs(b[finite]).max(initial=1e-30)
-    return bool(np.abs(a[finite] - b[finite]).max(initial=0.0) <= TOLERANCE.get(name, USUAL_TOLERANCE) * scale)
+    return bool(np.abs(a[finite] - b[finite]).max(initial=0.0) <= TOLERANCE.get(name, DEFAULT_TOLERANCE) * scale)

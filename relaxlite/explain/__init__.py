@@ -1,12 +1,12 @@
-"""What compiling a model did and why: `explain(module)` compiles it and keeps everything there is to see.
+"""Compilation reports: `explain(module)` compiles a module and records what each pass did and why.
 
-explanation.py  compiles with an observer, and collects: an Explanation
-symbols.py      symbols by unique names, expressions as JSON
-passes.py       what each pass changed
-graph.py        a function as nodes to draw; fusion.py: which calls became one kernel
-kernels.py      the kernels and their costs in the model's symbols; code.py: their loops, LLVM IR and assembly
-decisions.py    decisions in an order for reading
-summary.py      an Explanation as text, and what a compiled file still says
+explanation.py  compilation with an observer, recorded as an Explanation
+symbols.py      unique names of symbols, and expressions as JSON
+passes.py       changes of the IR by each pass
+graph.py        a function as a graph to draw; fusion.py: calls that were fused into one kernel
+kernels.py      kernels and their costs in the model's symbols; code.py: their loops, LLVM IR and assembly
+decisions.py    decisions, grouped by reason
+summary.py      an Explanation as text, and the summary of a compiled file
 page.py         an Explanation as one HTML page: sections.py, markup.py; page.css, page.js, graph.js, memory.js
 """
 

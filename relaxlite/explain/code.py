@@ -1,4 +1,4 @@
-"""The text of each kernel: its scheduled loops, LLVM IR and assembly, and how texts are kept in a page."""
+"""Code of each kernel (scheduled loops, LLVM IR, assembly), and compression of texts for the page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from relaxlite.ir.program_printer import print_program
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-PLAIN = 6_000  # characters: longer texts are compressed
+MAX_UNCOMPRESSED = 6_000  # characters; longer texts are compressed
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """The loops after scheduling, LLVM IR before LLVM's own passes, and assembly after them."""
+    """Scheduled loops, LLVM IR before optimization, and assembly of a kernel."""
 
     loops: str
     llvm: str
@@ -29,15 +29,18 @@ class Code:
 
 
 def codes_of(kernels: Iterable[Kernel], target: Target) -> Iterator[Code]:
-    """The code of each kernel, made again, as the cache of kernels holds machine code only. One thread emits, since
-    symbolic integers are interned; LLVM works on all cores, ahead of who takes the codes by as many kernels."""
-    width = usable_cores()
+    """Generate the code of each kernel again, as the kernel cache holds machine code only.
+
+    One thread emits LLVM IR, since symbolic integers are interned; LLVM compiles on all cores, as many kernels ahead of
+    the consumer.
+    """
+    num_cores = usable_cores()
     pending: deque[tuple[Kernel, str, Future[str]]] = deque()
-    with ThreadPoolExecutor(width, "relaxlite-assembly") as pool:
+    with ThreadPoolExecutor(num_cores, "relaxlite-assembly") as pool:
         for kernel in kernels:
             text = emit_program(kernel.name, kernel.program, target)
             pending.append((kernel, text, pool.submit(to_assembly, text, target)))
-            if len(pending) > width:
+            if len(pending) > num_cores:
                 yield _finished(*pending.popleft())
         while pending:
             yield _finished(*pending.popleft())
@@ -48,11 +51,12 @@ def _finished(kernel: Kernel, text: str, assembly: Future[str]) -> Code:
 
 
 def packed(text: str) -> dict[str, str]:
-    """{"text": ...}, or of a long text {"zlib": base64 of its UTF-8 bytes, deflated with zlib's header}."""
-    if len(text) <= PLAIN:
+    """Pack a text for the page: {"text": ...}, or {"zlib": base64 of the deflated UTF-8 bytes} for a long text."""
+    if len(text) <= MAX_UNCOMPRESSED:
         return {"text": text}
     return {"zlib": base64.b64encode(zlib.compress(text.encode(), 9)).decode()}
 
 
 def packed_size(item: Mapping[str, str]) -> int:
+    """Characters of a packed text."""
     return sum(map(len, item.values()))

@@ -1,4 +1,4 @@
-"""Decisions in an order for reading: those that differ in numbers only stand together."""
+"""Groups of decisions with the same reason up to numbers and names."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(slots=True)
 class DecisionGroup:
-    """Decisions of one step for one reason, up to numbers in it: what a repeated layer brings over and over."""
+    """Decisions of one pass with one reason up to numbers, as repeated layers cause them."""
 
     step: str
     taken: bool
-    reason: str  # of the first
+    reason: str  # of the first decision
     decisions: list[Decision]
 
 
 def grouped(decisions: Iterable[Decision]) -> list[DecisionGroup]:
-    """In the order of the steps; within a step those against something first, and the most frequent ones first."""
+    """Group decisions by pass and reason, in the order of the passes.
+
+    Within a pass, negative decisions come first, then frequent ones.
+    """
     groups: dict[tuple[str, bool, str], DecisionGroup] = {}
     steps: dict[str, int] = {}
     for decision in decisions:
@@ -35,15 +38,18 @@ def grouped(decisions: Iterable[Decision]) -> list[DecisionGroup]:
 
 
 def pattern_of(decision: Decision) -> str:
-    """The reason with "#" for numbers, and "..." for names of values: those of the subject ("x into y", "x as a norm"),
-    and words with a slash, or with an underscore before a number."""
+    """Pattern of a decision's reason: "#" for numbers, and "..." for names of values.
+
+    Names are the words of the subject ("x into y", "x as a norm"), and words with a slash, or with an underscore before
+    a number.
+    """
     subject = set(decision.subject.partition(" as ")[0].split())
     words = ("..." if word in subject else _NUMBER.sub("#", word) for word in decision.reason.split())
     return " ".join("..." if "/" in word or "_#" in word else word for word in words)
 
 
 def about(decisions: Iterable[Decision], kernel_of: Mapping[str, int]) -> dict[int, list[Decision]]:
-    """The decisions that name a value which a kernel computes, by the kernel's number."""
+    """Decisions whose subject names a value of a kernel, by the number of the kernel."""
     result: dict[int, list[Decision]] = {}
     for decision in decisions:
         for kernel in dict.fromkeys(kernel_of[w] for w in decision.subject.split() if w in kernel_of):

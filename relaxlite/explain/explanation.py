@@ -1,4 +1,4 @@
-"""Compile with an observer and keep what there is to see, as one record that prints, exports and makes a page."""
+"""Compilation with an observer: records passes, decisions, kernels, memory plans and graphs as an Explanation."""
 
 from __future__ import annotations
 
@@ -31,15 +31,18 @@ from relaxlite.version import __version__
 
 @dataclass(slots=True)
 class Explanation:
-    """What compiling one model did. `imported` and `compiled` are graphs of "main" before the first pass and when its
-    calls are kernels; `memory_plans` by function; `final` is the module that code was made of."""
+    """Record of one compilation.
+
+    `imported` and `compiled` are graphs of "main" before the first pass and at the last stage with calls of kernels as
+    values; `memory_plans` is by function; `final` is the module from which code was generated.
+    """
 
     name: str
     data: ExecutableData
     target: Target
     symbols: Symbols
     snapshots: Snapshots
-    timings: list[tuple[str, float]]  # seconds; also of what is no pass
+    timings: list[tuple[str, float]]  # seconds, of passes and other stages
     decisions: list[Decision]
     fused: dict[str, FusedCall]
     kernels: list[Kernel]
@@ -50,12 +53,12 @@ class Explanation:
     final: IRModule
     weights: list[Constant] = field(default_factory=list)
 
-    def values(self, given: Mapping[str, int] | None = None) -> dict[SymVar, int]:
-        """A value of every symbol: what is given by name, else one within its bounds."""
-        return self.symbols.values(given or {})
+    def values(self, values_by_name: Mapping[str, int] | None = None) -> dict[SymVar, int]:
+        """Values of all symbols: given ones by name, else values within the bounds."""
+        return self.symbols.values(values_by_name or {})
 
     def costliest(self, at: Mapping[SymVar, int]) -> list[tuple[Kernel, int, int]]:
-        """The kernels whose costs are known with their FLOPs and bytes, the dearest by the model first."""
+        """Kernels of known cost with their FLOPs and bytes, the most expensive by the cost model first."""
         result = []
         for kernel in self.kernels:
             if kernel.cost is not None:
@@ -65,6 +68,7 @@ class Explanation:
 
     @property
     def versions(self) -> dict[str, str]:
+        """Versions of the compiler, its dependencies and the target."""
         return {
             "relaxlite": __version__,
             "LLVM": self.data.metadata.llvm,
@@ -84,7 +88,10 @@ def explain(
     precision: str | None = None,
     tuning: str | os.PathLike[str] | Tuning | None = None,
 ) -> Explanation:
-    """Compile the module as `compile` does, and keep what happened. Raises what `compile` raises."""
+    """Compile a module as `compile` does, and record the compilation as an Explanation.
+
+    Raises the errors of `compile`.
+    """
     machine = Target.parse(target) if isinstance(target, str) else target
     context = context or PassContext(machine)
     snapshots = Snapshots()
@@ -121,7 +128,7 @@ def explain(
 
 
 def _amounts(kernels: list[Kernel], context: PassContext) -> Iterator[SymExpr]:
-    """Every amount there is, for the symbols in them: also those of other functions than "main", and of loops."""
+    """All symbolic amounts of kernels, memory plans and decisions, to register their symbols."""
     for kernel in kernels:
         if kernel.cost is not None:
             yield from (kernel.cost.flops, kernel.cost.bytes_read, kernel.cost.bytes_written)

@@ -1,4 +1,4 @@
-"""Which calls were fused into which kernel, read off the composite functions that the passes made on the way."""
+"""Calls that were fused into one kernel, according to the composite functions after fusion passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relaxlite.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of the calls: the name of its result, what it called, and the names of the values that it reads."""
+    """Fused call: the name of its result, its callee, and the names of its operands."""
 
     name: str
     what: str
@@ -26,7 +26,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class FusedCall:
-    """A call of a composite function: its result's name, the function's name, and the calls inside, in order."""
+    """Call of a composite function: the name of its result, the function, and the fused calls in order."""
 
     name: str
     composite: str
@@ -34,7 +34,7 @@ class FusedCall:
 
 
 def fused_calls(modules: Iterable[IRModule]) -> dict[str, FusedCall]:
-    """Every call of a composite function in these modules, by its result's name; a later module's call counts."""
+    """Calls of composite functions in these modules, by the name of the result; later modules take precedence."""
     result: dict[str, FusedCall] = {}
     for module in modules:
         composites = {name: f for name, f in module.functions().items() if f.attrs.get(COMPOSITE)}
@@ -76,6 +76,6 @@ def _source(value: Expr) -> Expr:
 
 
 def stem(program: str) -> str:
-    """The op of a program that was made of one: "matmul" of "matmul_12"."""
+    """Op of a program that lowers one op: "matmul" for "matmul_12"."""
     name, _, number = program.rpartition("_")
     return name if name and number.isdigit() else program

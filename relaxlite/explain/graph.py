@@ -1,8 +1,7 @@
-"""A function as a graph to draw: one node per binding, argument and result, with what it reads.
+"""A function as a graph to draw: one node per binding, argument and result, with its operands.
 
-Plain data. Values that are only passed on (tuples, their fields, a variable by another name) make no nodes; constants
-are counted at the node that reads them. A node inside another belongs to it: the bindings of an If's or Loop's bodies,
-and the calls that were fused into a kernel.
+Plain data. Tuples, their fields and renamed variables make no nodes. Constants are counted at the node that reads them.
+A node `inside` another belongs to it: the bindings of the bodies of an If or Loop, and the calls fused into a kernel.
 """
 
 from __future__ import annotations
@@ -36,12 +35,15 @@ from relaxlite.ir.symbolic import SymExpr, to_text
 from relaxlite.ir.types import ShapeType, TensorType, TupleType, Type
 from relaxlite.records import dataclass
 
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "flatten", "memory.view"})  # ops that move nothing
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "flatten", "memory.view"})  # ops that move no data
 
 
 @dataclass(slots=True)
 class Node:
-    """`what` names the op, kernel or kind of value; `kind` is input, output, op, view, kernel, library or control."""
+    """Node of the graph.
+
+    `what` names the op, kernel or kind of value; `kind` is input, output, op, view, kernel, library or control.
+    """
 
     name: str
     what: str
@@ -53,6 +55,7 @@ class Node:
     inside: int | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """The node as JSON data, without empty fields."""
         result: dict[str, Any] = {"name": self.name, "what": self.what, "kind": self.kind, "type": self.ty}
         optional = {"loc": self.loc, "reads": list(self.reads), "constants": self.constants, "inside": self.inside}
         return {
@@ -63,9 +66,12 @@ class Node:
 
 @dataclass(slots=True)
 class Graph:
+    """Nodes in order; operands refer to nodes by number."""
+
     nodes: list[Node] = field(default_factory=list)
 
     def to_json(self) -> list[dict[str, Any]]:
+        """The nodes as JSON data."""
         return [node.to_json() for node in self.nodes]
 
 
@@ -75,31 +81,33 @@ def graph_of(
     fused: dict[str, FusedCall] | None = None,
     text: Callable[[SymExpr], str] = to_text,
 ) -> Graph:
-    """The graph of a function; `fused` are the calls that became one, by the name of their result."""
-    return _Drawing(module, fused or {}, text).draw(function)
+    """Build the graph of a function; `fused` holds the calls fused into a kernel, by the name of its result."""
+    return _Drawing(module, fused or {}, text).build(function)
 
 
 class _Drawing:
+    """Builder of a graph."""
+
     def __init__(self, module: IRModule, fused: dict[str, FusedCall], text: Callable[[SymExpr], str]) -> None:
         self._module, self._fused, self._text = module, fused, text
         self._graph = Graph()
-        self._made_by: dict[Var, tuple[int, ...]] = {}  # the nodes from which a variable's value comes
+        self._sources_of: dict[Var, tuple[int, ...]] = {}  # nodes that define the value of a variable
         self._by_name: dict[str, int] = {}
 
-    def draw(self, function: Function) -> Graph:
-        given = function.attrs.get(INPUT_NAMES)
-        names = given if isinstance(given, tuple) else tuple(p.name for p in function.params)
+    def build(self, function: Function) -> Graph:
+        input_names = function.attrs.get(INPUT_NAMES)
+        names = input_names if isinstance(input_names, tuple) else tuple(p.name for p in function.params)
         for param, name in zip(function.params, names, strict=True):
-            self._made_by[param] = (self._add(Node(str(name), "input", "input", self._type(param.ty), None, ())),)
-            self._by_name[param.name] = self._made_by[param][0]
-        result = self._body(function.body, None)
-        self._results(function, result)
+            self._sources_of[param] = (self._add(Node(str(name), "input", "input", self._type(param.ty), None, ())),)
+            self._by_name[param.name] = self._sources_of[param][0]
+        result_expr = self._body(function.body, None)
+        self._results(function, result_expr)
         return self._graph
 
     def _results(self, function: Function, result: Expr) -> None:
         fields = result.fields if isinstance(result, Tuple) else (result,)
-        given = function.attrs.get(OUTPUT_NAMES)
-        names = given if isinstance(given, tuple) else tuple(f"output_{k}" for k in range(len(fields)))
+        output_names = function.attrs.get(OUTPUT_NAMES)
+        names = output_names if isinstance(output_names, tuple) else tuple(f"output_{k}" for k in range(len(fields)))
         for k, leaf in enumerate(fields):
             name = str(names[k]) if k < len(names) else f"output_{k}"
             self._add(Node(name, "output", "output", self._type(leaf.ty), None, self._sources((leaf,))))
@@ -121,7 +129,7 @@ class _Drawing:
         elif isinstance(value, Call):
             self._call(var, value, inside)
         else:
-            self._made_by[var] = self._sources((value,))
+            self._sources_of[var] = self._sources((value,))
 
     def _call(self, var: Var, call: Call, inside: int | None) -> None:
         kind = self._kind(call)
@@ -133,13 +141,15 @@ class _Drawing:
         self._define(var, at)
 
     def _members(self, at: int, fused: FusedCall) -> None:
-        """The calls inside a kernel, as nodes of their own; the last one stands for the kernel when it is opened."""
-        inner: dict[str, int] = {}
+        """Add the calls inside a kernel as nodes; the last one represents the kernel when it is expanded."""
+        member_nodes: dict[str, int] = {}
         for member in fused.members:
-            reads = dict.fromkeys(inner.get(name, self._by_name.get(name, -1)) for name in member.reads)
-            kept = tuple(r for r in reads if r >= 0)
-            node = Node(member.name, member.what, "op", self._type(member.ty), member.loc, kept, member.constants, at)
-            inner[member.name] = self._add(node)
+            reads = dict.fromkeys(member_nodes.get(name, self._by_name.get(name, -1)) for name in member.reads)
+            operands = tuple(r for r in reads if r >= 0)
+            node = Node(
+                member.name, member.what, "op", self._type(member.ty), member.loc, operands, member.constants, at
+            )
+            member_nodes[member.name] = self._add(node)
 
     def _control(self, var: Var, value: If | Loop, inside: int | None) -> None:
         is_if = isinstance(value, If)
@@ -149,7 +159,7 @@ class _Drawing:
         at = self._add(node)
         if isinstance(value, Loop):
             for param, init in zip(value.params, value.inits, strict=True):
-                self._made_by[param] = self._sources((init,))
+                self._sources_of[param] = self._sources((init,))
         inner = (value.then_body, value.else_body) if isinstance(value, If) else (value.body,)
         for body in inner:
             self._body(body, at)
@@ -164,7 +174,7 @@ class _Drawing:
         return "view" if call.callee.name in VIEWS else "op"
 
     def _define(self, var: Var, at: int) -> None:
-        self._made_by[var] = (at,)
+        self._sources_of[var] = (at,)
         self._by_name[var.name] = at
 
     def _add(self, node: Node) -> int:
@@ -175,7 +185,7 @@ class _Drawing:
         roots: dict[int, None] = {}
         for expr in exprs:
             if isinstance(expr, Var):
-                roots.update(dict.fromkeys(self._made_by.get(expr, ())))
+                roots.update(dict.fromkeys(self._sources_of.get(expr, ())))
             elif isinstance(expr, Tuple):
                 roots.update(dict.fromkeys(self._sources(expr.fields)))
             elif isinstance(expr, TupleGetItem):
@@ -187,7 +197,7 @@ class _Drawing:
 
 
 def type_text(ty: Type, text: Callable[[SymExpr], str] = to_text) -> str:
-    """A type in few letters: "float32[batch, 384]"."""
+    """A type as short text: "float32[batch, 384]"."""
     if isinstance(ty, TensorType):
         dims = "?" if ty.shape is None else ", ".join(map(text, ty.shape))
         return f"{ty.dtype}[{dims}]"

@@ -1,4 +1,4 @@
-"""The kernels of a compiled model: what they compute, how often, at what cost in the model's own symbols."""
+"""Kernels of a compiled model: ops, calls, schedules, and costs in the model's own symbols."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ from relaxlite.passes.schedule.primitives import steps_of
 from relaxlite.records import dataclass
 
 FLOPS_PER_BYTE = 8
-"""Arithmetic that takes as long as moving one byte, for ranking kernels alike on every machine. Cores of today do
-between 5 and 20 float32 operations while the last cache delivers a byte; `relaxlite profile` measures this machine."""
+"""FLOPs that take as long as moving one byte: ranks kernels in the same way on every machine. Present cores compute 5
+to 20 float32 operations per byte from the last-level cache; `relaxlite profile` measures this machine."""
 
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """A tensor program of the compiled module. `cost` is that of all its calls together, in the model's symbols; None
-    where nothing states it. A call inside a Loop counts once."""
+    """Tensor program of the compiled module.
+
+    `cost` is the total of all its calls in the model's symbols, None if unknown; a call inside a Loop counts once.
+    """
 
     name: str
     program: TensorProgram
-    calls: list[str] = field(default_factory=list)  # the results' names
-    ops: list[str] = field(default_factory=list)  # what was fused, in order
+    calls: list[str] = field(default_factory=list)  # names of results
+    ops: list[str] = field(default_factory=list)  # fused ops, in order
     cost: Cost | None = None
 
     @property
     def steps(self) -> tuple[str, ...]:
+        """Steps of the schedule as text."""
         return steps_of(self.program)
 
     @property
     def signature(self) -> str:
+        """Parameters with dtypes and shapes: inputs -> outputs."""
         outputs = self.program.params[len(self.program.inputs) :]
         sides = (", ".join(_buffer_text(b) for b in side) for side in (self.program.inputs, outputs))
         return " -> ".join(sides)
@@ -47,14 +51,14 @@ def _buffer_text(buffer: Buffer) -> str:
 
 
 def modelled_work(flops: float, nbytes: float) -> float:
-    """What a kernel costs by the model: the greater of its bytes and its arithmetic in units of bytes."""
+    """Cost of a kernel by the model: the greater of bytes moved and FLOPs / FLOPS_PER_BYTE."""
     return max(nbytes, flops / FLOPS_PER_BYTE)
 
 
 def find_kernels(
     calls: IRModule, final: IRModule, costs: Mapping[str, Cost], fused: Mapping[str, FusedCall]
 ) -> list[Kernel]:
-    """Every program of the final module; `calls` is the module whose calls still return their results."""
+    """Collect every program of the final module; `calls` is the module in which calls still return results."""
     kernels = {name: Kernel(name, program) for name, program in final.programs().items()}
     for var, call in _program_calls(calls):
         callee = call.callee.name
@@ -66,7 +70,9 @@ def find_kernels(
             kernel.ops = [m.what for m in fused[var].members] if var in fused else [stem(callee)]
         kernel.calls.append(var)
         if callee in costs:
-            kernel.cost = _added(kernel.cost, costs[callee], dict(zip(program.symbols, call.sym_args, strict=False)))
+            kernel.cost = _add_costs(
+                kernel.cost, costs[callee], dict(zip(program.symbols, call.sym_args, strict=False))
+            )
     return list(kernels.values())
 
 
@@ -79,8 +85,8 @@ def _program_calls(module: IRModule) -> Iterable[tuple[str, Call]]:
                     yield binding.var.name, value
 
 
-def _added(total: Cost | None, cost: Cost, at: Mapping[SymVar, SymExpr]) -> Cost:
-    """The sum, with the symbols of the second cost replaced."""
+def _add_costs(total: Cost | None, cost: Cost, at: Mapping[SymVar, SymExpr]) -> Cost:
+    """Sum of costs, with the symbols of the second substituted."""
     flops, read, written = (substitute(e, at) for e in (cost.flops, cost.bytes_read, cost.bytes_written))
     if total is None:
         return Cost(flops, read, written, cost.is_bound)
@@ -89,7 +95,7 @@ def _added(total: Cost | None, cost: Cost, at: Mapping[SymVar, SymExpr]) -> Cost
 
 
 def library_calls(module: IRModule) -> dict[str, list[str]]:
-    """The results that library routines compute, by the routine's symbol."""
+    """Names of results of library calls, by the symbol of the routine."""
     result: dict[str, list[str]] = {}
     for var, call in _program_calls(module):
         callee = module.get(call.callee.name)

@@ -1,8 +1,8 @@
-"""An Explanation as one HTML page that needs nothing else: no network, no fonts, no other files.
+"""An Explanation as one self-contained HTML page: no network, no fonts, no other files.
 
-Text stands in the page itself, so that it reads without JavaScript; scripts draw the graphs and the memory plan,
-evaluate figures at the symbols' values, search, and unpack long texts. The page's policy forbids every connection, and
-names its own style and script by their hashes.
+The page contains all text, so that it is readable without JavaScript. Scripts draw the graphs and the memory plan,
+evaluate figures at the values of the symbols, search, and decompress long texts. The content security policy forbids
+every connection, and names the page's style and script by their hashes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _NAVIGATION = {
 }
 
 
-def page(found: Explanation, given: Mapping[str, int] | None = None, *, code: bool = True) -> str:
-    """The page, with the symbols at these values to begin with. `code=False` leaves out LLVM IR and assembly."""
-    sections = Sections(found, given or {}, code)
+def page(explanation: Explanation, values: Mapping[str, int] | None = None, *, code: bool = True) -> str:
+    """Render the page, with these initial values of symbols. `code=False` omits LLVM IR and assembly."""
+    sections = Sections(explanation, values or {}, code)
     parts, controls = sections.html(), sections.controls()
     style = (_FOLDER / "page.css").read_text("utf-8")
     script = "\n".join((_FOLDER / name).read_text("utf-8") for name in _SCRIPTS)
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'"
     data = json.dumps(sections.data(), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    title = escape(f"{found.name}: what compiling it did")
+    title = escape(f"{explanation.name}: what compiling it did")
     links = "".join(f'<a href="#{at}">{escape(name)}</a>' for at, name in _NAVIGATION.items())
     return "\n".join(
         [
@@ -47,7 +47,7 @@ def page(found: Explanation, given: Mapping[str, int] | None = None, *, code: bo
             f'<meta http-equiv="Content-Security-Policy" content="{policy}; form-action \'none\'">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{title}</title>\n<style>{style}</style></head><body>",
-            f'<a class="skip" href="#summary">Skip to the summary</a><header><div><b>{escape(found.name)}</b>',
+            f'<a class="skip" href="#summary">Skip to the summary</a><header><div><b>{escape(explanation.name)}</b>',
             f'<nav aria-label="Sections">{links}</nav>{_SEARCH}</div>{controls}</header><main>',
             f"<h1>{title}</h1>{_NO_SCRIPT}",
             *parts,

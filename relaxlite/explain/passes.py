@@ -1,4 +1,4 @@
-"""What each pass did: its time, how many calls and programs it left, and the lines of the IR that it changed."""
+"""Record of each pass: its time, the number of calls and programs after it, and the changed lines of the IR."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from relaxlite.ir.visitor import bodies
 from relaxlite.passes.manager import Pass
 from relaxlite.records import dataclass
 
-CONTEXT = 2  # unchanged lines shown round those that changed
-MAX_LINES = 6000  # of one pass's difference; what is more is counted
+CONTEXT = 2  # unchanged lines around changed ones
+MAX_LINES = 6000  # per pass; further lines are only counted
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """One pass that ran. Modules are immutable: keeping them costs nothing but what they do not share."""
+    """One run of a pass. Modules are immutable and share unchanged definitions."""
 
     step: Pass
     before: IRModule
@@ -31,11 +31,12 @@ class Snapshot:
 
     @property
     def changed(self) -> list[str]:
-        """Names of the definitions that are new, others or gone."""
+        """Names of definitions that are new, changed or removed."""
         names = dict.fromkeys([*self.before, *self.after])
         return [name for name in names if self.before.get(name) is not self.after.get(name)]
 
     def summary(self) -> dict[str, Any]:
+        """The snapshot as JSON data."""
         return {
             "name": self.step.name,
             "stage": self.step.stage,
@@ -49,7 +50,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class Snapshots:
-    """An observer for PassContext.observers that keeps every pass's modules."""
+    """Observer for PassContext.observers that records the modules before and after every pass."""
 
     taken: list[Snapshot] = field(default_factory=list)
 
@@ -57,24 +58,24 @@ class Snapshots:
         self.taken.append(Snapshot(step, before, after, seconds))
 
     def last(self, stage: str) -> IRModule | None:
-        """The module after the last pass of a stage."""
+        """The module after the last pass of a stage; None without one."""
         return next((s.after for s in reversed(self.taken) if s.step.stage == stage), None)
 
 
 def num_bindings(module: IRModule) -> int:
-    """Of all graph-level functions but those that only hold what is to be fused."""
-    own = [f for f in module.functions().values() if not f.attrs.get(COMPOSITE)]
-    return sum(len(body.bindings()) for f in own for body in bodies(f))
+    """Bindings of all graph-level functions, without composite functions."""
+    functions = [f for f in module.functions().values() if not f.attrs.get(COMPOSITE)]
+    return sum(len(body.bindings()) for f in functions for body in bodies(f))
 
 
 class Differences:
-    """Differences of modules as text; a definition that several passes leave alone is printed once."""
+    """Differences of modules as text; caches the text of definitions."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, int], tuple[Definition, list[str]]] = {}
 
     def of(self, snapshot: Snapshot) -> str:
-        """Changed lines with "-" and "+" before them, below a line "@@ name" for each definition; "" for none."""
+        """Diff of a pass: lines with "-" or "+" below "@@ name" per definition; "" if nothing changed."""
         lines: list[str] = []
         for name in snapshot.changed:
             old, new = snapshot.before.get(name), snapshot.after.get(name)
@@ -94,7 +95,7 @@ class Differences:
         if definition is None:
             return []
         key = (name, id(definition))
-        if key not in self._lines:  # the definition is kept with it, so that its id stays its own
+        if key not in self._lines:  # the entry keeps the definition alive, so that its id stays unique
             self._lines[key] = definition, print_definition(name, definition).splitlines()
         return self._lines[key][1]
 
@@ -120,7 +121,7 @@ _PRINT: dict[type, Callable[[str, Any], str]] = {Function: print_function, Tenso
 
 
 def print_definition(name: str, definition: Definition) -> str:
-    """A definition as text; its large constants only by their names and hashes."""
+    """A definition as text; large constants by names and hashes only."""
     if isinstance(definition, ExternFunction):
         return f"extern {name}: {definition.symbol}"
     return _PRINT[type(definition)](name, definition)

@@ -1,4 +1,4 @@
-"""The sections of the page: HTML made of an Explanation, with what the scripts need to know collected on the way."""
+"""Sections of the HTML page, and the data that its scripts read."""
 
 from __future__ import annotations
 
@@ -31,35 +31,38 @@ from relaxlite.passes.context import Decision
 from relaxlite.runtime.executable import bound_text
 
 MAX_CODE_BYTES = 8_000_000
-"""Of LLVM IR and assembly in a page, as it is kept there; what a browser opens in a second or two."""
+"""Packed LLVM IR and assembly in a page, limited for the time in which a browser opens the page."""
 
 MAX_PLAIN = 2_000_000
-"""Characters of what passes changed and of loops that stand in a page as plain text, readable without JavaScript."""
+"""Characters of diffs and loops in a page as plain text, readable without JavaScript."""
 
 
 class Sections:
-    """`html` and `controls` are the page's text, `data` what its scripts read: made in this order, since figures and
-    long texts are numbered as they are met."""
+    """Renderer of the page.
 
-    def __init__(self, found: Explanation, given: Mapping[str, int], with_code: bool) -> None:
-        self.found, self.given, self.with_code = found, given, with_code
-        self.figures = Figures(found.symbols)
+    Call `html` and `controls` before `data`, since figures and long texts are numbered as they are rendered.
+    """
+
+    def __init__(self, explanation: Explanation, initial_values: Mapping[str, int], with_code: bool) -> None:
+        self.explanation, self.initial_values, self.with_code = explanation, initial_values, with_code
+        self.figures = Figures(explanation.symbols)
         self.texts: list[dict[str, str]] = []
-        self.room = MAX_PLAIN
+        self.plain_budget = MAX_PLAIN
         self.kernels = self._ranked()
-        self.decisions = grouped(found.decisions)
+        self.decisions = grouped(explanation.decisions)
         self.group_of = {id(d): number for number, group in enumerate(self.decisions) for d in group.decisions}
         self.kernel_of = {name: k for k, kernel in enumerate(self.kernels) for name in kernel.calls}
-        for name, fused in found.fused.items():
+        for name, fused in explanation.fused.items():
             if name in self.kernel_of:
                 for member in fused.members:
                     self.kernel_of.setdefault(member.name, self.kernel_of[name])
 
     def _ranked(self) -> list[Kernel]:
-        ranked = [kernel for kernel, _, _ in self.found.costliest(self.found.values(self.given))]
-        return ranked + [kernel for kernel in self.found.kernels if kernel not in ranked]
+        ranked = [kernel for kernel, _, _ in self.explanation.costliest(self.explanation.values(self.initial_values))]
+        return ranked + [kernel for kernel in self.explanation.kernels if kernel not in ranked]
 
     def html(self) -> list[str]:
+        """All sections as HTML."""
         return [
             self._summary(),
             section("graph", "Graph", _GRAPH),
@@ -72,8 +75,8 @@ class Sections:
         ]
 
     def data(self) -> dict[str, Any]:
-        """Plain data, as JSON has it."""
-        at = self.found.values(self.given)
+        """Data of the scripts, as JSON."""
+        at = self.explanation.values(self.initial_values)
         return {
             "symbols": [
                 {
@@ -83,10 +86,13 @@ class Sections:
                     "upper": s.var.upper,
                     "divisor": s.var.divisor,
                 }
-                for s in self.found.symbols
+                for s in self.explanation.symbols
             ],
-            "graphs": {"imported": self._nodes(self.found.imported), "compiled": self._nodes(self.found.compiled)},
-            "memory": [self._plan(name) for name in self.found.memory_plans],
+            "graphs": {
+                "imported": self._nodes(self.explanation.imported),
+                "compiled": self._nodes(self.explanation.compiled),
+            },
+            "memory": [self._plan(name) for name in self.explanation.memory_plans],
             "flopsPerByte": FLOPS_PER_BYTE,
             "figures": self.figures.to_json(),
             "texts": self.texts,
@@ -100,7 +106,7 @@ class Sections:
         return nodes
 
     def _plan(self, name: str) -> dict[str, Any]:
-        plan = self.found.memory_plans[name]
+        plan = self.explanation.memory_plans[name]
         number = self.figures.number
         tensors = [
             {
@@ -120,28 +126,27 @@ class Sections:
     # figures and texts
 
     def figure(self, expr: SymExpr, unit: str = "count") -> str:
-        """A number that follows the symbols, with its expression as a tip."""
+        """A number that follows the values of the symbols, with its expression as a tooltip."""
         number = self.figures.number(expr)
-        value = value_of(expr, self.found.values(self.given))
+        value = value_of(expr, self.explanation.values(self.initial_values))
         text = bytes_text(value) if unit == "bytes" else count_text(value)
         return f'<data class="figure" data-figure="{number}" data-unit="{unit}" value="{value}">{text}</data>'
 
     def amount(self, name: str, expr: SymExpr) -> str:
-        """A decision's figure: its name, and the expression with its value."""
+        """Figure of a decision: its name, its expression and its value."""
         number = self.figure(expr, "bytes" if "byte" in name else "count")
-        text = "" if expr.is_const else f"{escape(self.found.symbols.text(expr))} = "
+        text = "" if expr.is_const else f"{escape(self.explanation.symbols.text(expr))} = "
         return f"{escape(name)} {text}{number}"
 
     def expression(self, expr: SymExpr) -> str:
-        """The expression as text; a long one folded."""
-        self.found.symbols.of_all(expr)
-        return folded(self.found.symbols.text(expr))
+        """The expression as text; a long one collapsed."""
+        self.explanation.symbols.of_all(expr)
+        return folded(self.explanation.symbols.text(expr))
 
     def long_text(self, text: str, kind: str, *, is_extra: bool = False) -> str:
-        """A block of text: readable in the page itself while there is room, else, and if it is an extra, unpacked when
-        it is opened."""
-        if not is_extra and len(text) <= self.room:
-            self.room -= len(text)
+        """A block of text: plain within the budget of the page; otherwise, or if `is_extra`, compressed."""
+        if not is_extra and len(text) <= self.plain_budget:
+            self.plain_budget -= len(text)
             return f'<pre class="{kind}" tabindex="0">{escape(text)}</pre>'
         item = packed(text)
         if "text" in item:
@@ -153,19 +158,19 @@ class Sections:
     # sections
 
     def _summary(self) -> str:
-        result, data = self.found, self.found.data
-        at = result.values(self.given)
-        num_ops = sum(node.kind in ("op", "view", "control") for node in result.imported.nodes)
-        seconds = sum(s for _, s in result.timings)
+        explanation, data = self.explanation, self.explanation.data
+        at = explanation.values(self.initial_values)
+        num_ops = sum(node.kind in ("op", "view", "control") for node in explanation.imported.nodes)
+        seconds = sum(s for _, s in explanation.timings)
         cards = [
             (str(num_ops), "operators in the model"),
-            (str(sum(bool(k.calls) for k in result.kernels)), "kernels"),
-            (str(sum(len(k.calls) for k in result.kernels)), "calls of kernels in a run"),
-            (str(sum(map(len, result.library.values()))), "calls of libraries"),
+            (str(sum(bool(k.calls) for k in explanation.kernels)), "kernels"),
+            (str(sum(len(k.calls) for k in explanation.kernels)), "calls of kernels in a run"),
+            (str(sum(map(len, explanation.library.values()))), "calls of libraries"),
             (f"{seconds:.2f} s", "to compile"),
         ]
         figures = [f"<div><b>{escape(figure)}</b>{escape(meaning)}</div>" for figure, meaning in cards]
-        plan = result.memory_plans.get("main")
+        plan = explanation.memory_plans.get("main")
         if plan is not None:
             share = plan.arena_bytes(at) / max(plan.lower_bound(at), 1)
             figures.append(f"<div><b>{self.figure(plan.arena, 'bytes')}</b>of memory for intermediates</div>")
@@ -176,11 +181,13 @@ class Sections:
             listing = details(f"{len(rows)} inputs and outputs", table(("", "tensor"), rows))
         else:
             listing = table(("", "tensor"), rows)
-        return section("summary", "Summary", f'<div class="cards">{"".join(figures)}</div>', listing, self._defined())
+        return section(
+            "summary", "Summary", f'<div class="cards">{"".join(figures)}</div>', listing, self._symbol_table()
+        )
 
-    def _defined(self) -> str:
+    def _symbol_table(self) -> str:
         rows = []
-        for symbol in self.found.symbols:
+        for symbol in self.explanation.symbols:
             var = symbol.var
             bounds = bound_text(symbol.name, (var.lower, var.upper, var.divisor)) or "any size"
             where = words(symbol.defined, 4) or "by a pass"
@@ -190,13 +197,13 @@ class Sections:
         return "<h3>Symbols</h3>" + table(("symbol", "bounds", "defined by"), rows)
 
     def controls(self) -> str:
-        """The symbols' values, to be changed."""
-        at = self.found.values(self.given)
+        """Inputs for the values of the symbols."""
+        at = self.explanation.values(self.initial_values)
         controls = []
-        for k, symbol in enumerate(self.found.symbols):
+        for k, symbol in enumerate(self.explanation.symbols):
             name, var = escape(symbol.name), symbol.var
-            most = "" if var.upper is None else f' max="{var.upper}"'
-            limits = f'min="{var.lower or 0}"{most} step="{var.divisor}"'
+            max_attribute = "" if var.upper is None else f' max="{var.upper}"'
+            limits = f'min="{var.lower or 0}"{max_attribute} step="{var.divisor}"'
             box = f'<input type="number" id="symbol-{k}" data-symbol="{k}" value="{at[var]}" {limits}>'
             slider = f'<input type="range" data-slider="{k}" min="0" max="1000" aria-label="{name}, slider">'
             controls.append(f'<div><label for="symbol-{k}">{name}</label>{box}{slider}</div>')
@@ -206,16 +213,16 @@ class Sections:
 
     def _passes(self) -> str:
         differences = Differences()
-        ran = [snapshot.summary() for snapshot in self.found.snapshots.taken]
+        ran = [snapshot.summary() for snapshot in self.explanation.snapshots.taken]
         rows, parts = [], []
-        for snapshot, item in zip(self.found.snapshots.taken, ran, strict=True):
+        for snapshot, item in zip(self.explanation.snapshots.taken, ran, strict=True):
             text = differences.of(snapshot)
             name = escape(item["name"])
             (b0, b1), (p0, p1) = item["bindings"], item["programs"]
             calls = f"{b0} to {b1}" if b0 != b1 else str(b1)
             programs = f"{p0} to {p1}" if p0 != p1 else str(p1)
             link = f'<a href="#pass-{name}">{name}</a>' if text else f'<span id="pass-{name}">{name}</span>'
-            decided = self._decided(item["name"])
+            decided = self._decision_link(item["name"])
             rows.append(
                 [link, escape(item["stage"]), f"{item['ms']:.1f}", calls, programs, decided, escape(item["doc"])]
             )
@@ -225,15 +232,15 @@ class Sections:
                 body = self.long_text(text, "diff")
                 parts.append(details(head, body, f'id="pass-{name}" data-find="{name}" data-kind="pass"'))
         passes = {item["name"] for item in ran}
-        for name, seconds in self.found.timings:
+        for name, seconds in self.explanation.timings:
             if name not in passes:
                 rows.append([escape(name), "", f"{seconds * 1e3:.1f}", "", "", "", "not a pass"])
         heads = ("pass", "stage after it", "ms", "bindings", "programs", "decisions", "what it does")
         note = '<p class="hint">Below: the lines that each pass changed; passes that changed nothing have none.</p>'
         return section("passes", "Passes", table(heads, rows, numbers=(2, 3, 4, 5)), note, *parts)
 
-    def _decided(self, step: str) -> str:
-        """How much a pass decided, with a link to it."""
+    def _decision_link(self, step: str) -> str:
+        """Number of decisions of a pass, with a link to them."""
         groups = [(k, group) for k, group in enumerate(self.decisions) if group.step == step]
         if not groups:
             return ""
@@ -241,25 +248,25 @@ class Sections:
         return f'<a href="#decision-{groups[0][0]}">{count}</a>'
 
     def _kernels(self) -> str:
-        notes = about(self.found.decisions, self.kernel_of)
+        decisions_of = about(self.explanation.decisions, self.kernel_of)
         heads = ("kernel", "made of", "calls", "FLOPs", "bytes read", "bytes written", "FLOP/byte", "cost")
         hint = (
             f"Of all calls of a run together, at the symbols' values. Cost: the greater of the bytes and of FLOPs / "
             f"{FLOPS_PER_BYTE}, as a share of all. A click on a heading sorts. Measured times: relaxlite profile."
         )
         costs = table(heads, self._cost_rows(), numbers=range(2, 8), attributes='id="kernel-table"', row_name="kernel")
-        left, parts = 0, []
-        room = MAX_CODE_BYTES
-        codes = codes_of(self.kernels, self.found.target) if self.with_code else iter(())
+        num_omitted, parts = 0, []
+        code_budget = MAX_CODE_BYTES
+        codes = codes_of(self.kernels, self.explanation.target) if self.with_code else iter(())
         for k, kernel in enumerate(self.kernels):
-            code = next(codes, None) if room > 0 else None
+            code = next(codes, None) if code_budget > 0 else None
             if code is not None:
-                room -= sum(packed_size(packed(t)) for t in (code.llvm, code.assembly))
-            left += self.with_code and code is None
-            parts.append(self._kernel(k, kernel, code, notes.get(k, [])))
-        if left:
+                code_budget -= sum(packed_size(packed(t)) for t in (code.llvm, code.assembly))
+            num_omitted += self.with_code and code is None
+            parts.append(self._kernel(k, kernel, code, decisions_of.get(k, [])))
+        if num_omitted:
             parts.append(
-                f'<p class="hint">LLVM IR and assembly of the {left} cheapest kernels are left out: '
+                f'<p class="hint">LLVM IR and assembly of the {num_omitted} cheapest kernels are left out: '
                 f"those above fill the {bytes_text(MAX_CODE_BYTES)} that a page keeps for them.</p>"
             )
         return section("kernels", "Kernels", f'<p class="hint">{escape(hint)}</p>', costs, *parts, self._library())
@@ -267,20 +274,20 @@ class Sections:
     def _library(self) -> str:
         rows = [
             [f"<code>{escape(symbol)}</code>", str(len(names)), escape(words(names, 20))]
-            for symbol, names in self.found.library.items()
+            for symbol, names in self.explanation.library.items()
         ]
         if not rows:
             return ""
         return "<h3>Library calls</h3>" + table(("routine", "calls", "results"), rows, numbers=(1,))
 
     def _cost_rows(self) -> list[list[str]]:
-        at = self.found.values(self.given)
-        work = {kernel: (flops, nbytes) for kernel, flops, nbytes in self.found.costliest(at)}
+        at = self.explanation.values(self.initial_values)
+        work = {kernel: (flops, nbytes) for kernel, flops, nbytes in self.explanation.costliest(at)}
         total = sum(modelled_work(*amounts) for amounts in work.values()) or 1
         rows = []
         for k, kernel in enumerate(self.kernels):
-            result = escape(words(kernel.ops, 6)) or "sizes, computed when it runs"
-            row = [f'<a href="#kernel-{k}">{escape(kernel.name)}</a>', result, str(len(kernel.calls))]
+            ops = escape(words(kernel.ops, 6)) or "sizes, computed when it runs"
+            row = [f'<a href="#kernel-{k}">{escape(kernel.name)}</a>', ops, str(len(kernel.calls))]
             if (cost := kernel.cost) is not None:
                 flops, nbytes = work[kernel]
                 ratio = f"{flops / nbytes:.2f}" if nbytes else "-"
@@ -300,19 +307,21 @@ class Sections:
         if (cost := kernel.cost) is not None:
             amounts = {"FLOPs": cost.flops, "bytes read": cost.bytes_read, "bytes written": cost.bytes_written}
             rows = [[what, self.expression(amount)] for what, amount in amounts.items()]
-            flops, moved = map(self.found.symbols.text, (cost.flops, cost.bytes_read + cost.bytes_written))
+            flops, moved = map(self.explanation.symbols.text, (cost.flops, cost.bytes_read + cost.bytes_written))
             rows.append(["FLOP/byte", folded(f"({flops}) / ({moved})")])
             body.append(table(("of all calls", "in symbols"), rows))
         if kernel.calls:
             shown = ", ".join(f"<code>{escape(c)}</code>" for c in kernel.calls[:8])
             more = f" and {len(kernel.calls) - 8} more" if len(kernel.calls) > 8 else ""
             buttons = f'<button type="button" data-show="{k}">Show in the graph</button>'
-            if any(self.kernel_of.get(t.name) == k for plan in self.found.memory_plans.values() for t in plan.tensors):
+            if any(
+                self.kernel_of.get(t.name) == k for plan in self.explanation.memory_plans.values() for t in plan.tensors
+            ):
                 buttons += f' <button type="button" data-tensors="{k}">Show in memory</button>'
             body.append(f"<p>Computes {shown}{more}. {buttons}</p>")
         body.append(self._members(kernel))
         if notes:
-            body.append("<h3>Decisions</h3>" + group_items(grouped(notes), self.amount, self._place))
+            body.append("<h3>Decisions</h3>" + group_items(grouped(notes), self.amount, self._anchor))
         steps = "\n".join(kernel.steps) or "as it was written"
         body.append(f'<h3>Schedule</h3><pre tabindex="0">{escape(steps)}</pre>')
         loops = code.loops if code else print_program(kernel.name, kernel.program)
@@ -324,13 +333,14 @@ class Sections:
         return details(head, "".join(body), f'id="kernel-{k}" data-find="{name}" data-kind="kernel"')
 
     def _members(self, kernel: Kernel) -> str:
-        fused = next((self.found.fused[c] for c in kernel.calls if c in self.found.fused), None)
+        fused = next((self.explanation.fused[c] for c in kernel.calls if c in self.explanation.fused), None)
         if fused is None:
             return ""
         rows = [[f"<code>{escape(m.name)}</code>", escape(m.what), escape(m.loc or "")] for m in fused.members]
         return f"<h3>Fused of {len(rows)} calls</h3>" + table(("result", "op", "source"), rows)
 
-    def _place(self, decision: Decision) -> str:
+    def _anchor(self, decision: Decision) -> str:
+        """Anchor of the group of a decision."""
         return f"decision-{self.group_of[id(decision)]}"
 
     def _decisions(self) -> str:
@@ -350,9 +360,9 @@ class Sections:
         return section("decisions", "Decisions", note, *parts)
 
     def _memory(self) -> str:
-        result, at = self.found, self.found.values(self.given)
+        explanation, at = self.explanation, self.explanation.values(self.initial_values)
         rows = []
-        for name, plan in result.memory_plans.items():
+        for name, plan in explanation.memory_plans.items():
             lower = plan.lower_bound(at)
             rows.append(
                 [
@@ -367,12 +377,12 @@ class Sections:
         if not rows:
             return section("memory", "Memory", "<p>Nothing is planned: there are no intermediates in an arena.</p>")
         heads = ("function", "tensors", "arena", "lower bound", "arena / bound", "arena in symbols")
-        names = "".join(f"<option>{escape(name)}</option>" for name in result.memory_plans)
+        names = "".join(f"<option>{escape(name)}</option>" for name in explanation.memory_plans)
         chosen = f'<label>Function <select id="plan">{names}</select></label>' if len(rows) > 1 else ""
         return section("memory", "Memory", table(heads, rows, numbers=(1, 2, 3, 4)), _MEMORY.replace("@", chosen))
 
     def _weights(self) -> str:
-        weights = sorted(self.found.weights, key=lambda c: -c.value.nbytes)
+        weights = sorted(self.explanation.weights, key=lambda c: -c.value.nbytes)
         total = sum(c.value.nbytes for c in weights)
         rows = [
             [
@@ -389,14 +399,14 @@ class Sections:
         return section("weights", "Weights", summary, listing if rows else "")
 
     def _about(self) -> str:
-        rows = [[escape(what), escape(version)] for what, version in self.found.versions.items()]
-        provenance = self.found.data.metadata.provenance
+        rows = [[escape(what), escape(version)] for what, version in self.explanation.versions.items()]
+        provenance = self.explanation.data.metadata.provenance
         for key in ("producer", "opset", "assumptions"):
             if provenance.get(key):
                 value = provenance[key]
                 text = "; ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
                 rows.append([f"model's {key}", escape(text)])
-        host = self.found.data.host
+        host = self.explanation.data.host
         calls = f"native, {bytes_text(len(host.object_code))}" if host.object_code else f"interpreted: {host.reason}"
         rows.append(["calls", escape(calls)])
         return section("about", "About", table(("what", "version"), rows))

@@ -1,4 +1,4 @@
-"""An Explanation in numbers, as plain data and as text for a terminal; a compiled file's, as far as it says."""
+"""Summary of an Explanation, or of a compiled file, as plain data and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from relaxlite.explain.symbols import Symbols
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.runtime.executable import Call, ExecutableData, KernelCost, SymbolBounds, TensorSpec, bound_text
 
-MAX_KERNELS, MAX_REASONS, MAX_GROUPS = 10, 8, 12  # in the text
-COSTS = ("flops", "bytes_read", "bytes_written")  # of Cost and of KernelCost
-SMALL, LARGE = 1, 512  # sizes of samples, where the bounds leave them open
+MAX_KERNELS, MAX_REASONS, MAX_GROUPS = 10, 8, 12  # shown in the text
+COSTS = ("flops", "bytes_read", "bytes_written")  # fields of Cost and of KernelCost
+SMALL, LARGE = 1, 512  # sample sizes, within bounds
 
 Data = dict[str, Any]
 
 
-def summary(found: Explanation, given: Mapping[str, int] | None = None) -> Data:
-    """Signature, symbols, passes, kernels, groups, decisions, memory and library calls; amounts as texts in the
-    symbols, and as numbers where the symbols have the values that `given` names (others one within their bounds)."""
-    at = found.values(given)
-    text = found.symbols.text
+def summary(explanation: Explanation, values: Mapping[str, int] | None = None) -> Data:
+    """Signature, symbols, passes, kernels, decisions, memory and library calls as plain data.
+
+    Amounts are texts in the symbols, and numbers at the given values of symbols (default: one within the bounds).
+    """
+    at = explanation.values(values)
+    text = explanation.symbols.text
     notes = [
         {
             "step": d.step,
@@ -36,18 +38,18 @@ def summary(found: Explanation, given: Mapping[str, int] | None = None) -> Data:
             "reason": d.reason,
             "figures": {name: text(amount) for name, amount in d.figures.items()},
         }
-        for d in found.decisions
+        for d in explanation.decisions
     ]
     kernels = []
-    dear = {kernel: (flops, nbytes) for kernel, flops, nbytes in found.costliest(at)}
-    for kernel in [*dear, *(k for k in found.kernels if k not in dear)]:
+    work_of = {kernel: (flops, nbytes) for kernel, flops, nbytes in explanation.costliest(at)}
+    for kernel in [*work_of, *(k for k in explanation.kernels if k not in work_of)]:
         item: Data = {"name": kernel.name, "ops": kernel.ops, "calls": kernel.calls, "schedule": list(kernel.steps)}
         if kernel.cost is not None:
-            flops, nbytes = dear[kernel]
+            flops, nbytes = work_of[kernel]
             item |= {key: text(getattr(kernel.cost, key)) for key in COSTS}
             item["at"] = {"flops": flops, "bytes": nbytes, "work": modelled_work(flops, nbytes)}
         kernels.append(item)
-    samples = _samples(found.symbols)
+    samples = _samples(explanation.symbols)
     memory = [
         {
             "function": plan.function,
@@ -60,11 +62,11 @@ def summary(found: Explanation, given: Mapping[str, int] | None = None) -> Data:
                 for sizes, sample in samples
             ],
         }
-        for plan in found.memory_plans.values()
+        for plan in explanation.memory_plans.values()
     ]
-    signature = found.data.signature
+    signature = explanation.data.signature
     return {
-        "name": found.name,
+        "name": explanation.name,
         "inputs": [_spec(spec) for spec in signature.inputs],
         "outputs": [_spec(spec) for spec in signature.outputs],
         "symbols": [
@@ -76,27 +78,27 @@ def summary(found: Explanation, given: Mapping[str, int] | None = None) -> Data:
                 "defined": s.defined,
                 "value": at[s.var],
             }
-            for s in found.symbols
+            for s in explanation.symbols
         ],
-        "operators": sum(node.kind in ("op", "view", "control") for node in found.imported.nodes),
-        "passes": [snapshot.summary() for snapshot in found.snapshots.taken],
-        "timings_ms": {name: round(seconds * 1e3, 3) for name, seconds in found.timings},
+        "operators": sum(node.kind in ("op", "view", "control") for node in explanation.imported.nodes),
+        "passes": [snapshot.summary() for snapshot in explanation.snapshots.taken],
+        "timings_ms": {name: round(seconds * 1e3, 3) for name, seconds in explanation.timings},
         "kernels": kernels,
         "decisions": notes,
         "reasons": [
             {"step": g.step, "taken": g.taken, "reason": g.reason, "times": len(g.decisions)}
-            for g in grouped(found.decisions)
+            for g in grouped(explanation.decisions)
         ],
         "memory": memory,
-        "library": found.library,
-        "versions": found.versions,
+        "library": explanation.library,
+        "versions": explanation.versions,
     }
 
 
 def compiled_summary(name: str, data: ExecutableData) -> Data:
-    """The same of a compiled file: no groups, decisions or plan, and each kernel's cost in symbols of its own.
+    """Summary of a compiled file: without decisions and plans, and with costs in each kernel's own symbols.
 
-    Programs without a cost compute sizes: as in `summary`, they count no calls.
+    Programs without a cost compute sizes; as in `summary`, their calls are not counted.
     """
     calls: Counter[str] = Counter()
     for function in data.functions.values():
@@ -131,7 +133,7 @@ def compiled_summary(name: str, data: ExecutableData) -> Data:
 
 
 def _samples(symbols: Symbols) -> list[tuple[dict[str, int], dict[SymVar, int]]]:
-    """Every symbol small, usual and large, within its bounds."""
+    """Values of all symbols: small, default and large, within bounds."""
     result = []
     for sizes in ({s.name: s.near(SMALL) for s in symbols}, {}, {s.name: s.near(LARGE) for s in symbols}):
         values = symbols.values(sizes)
@@ -144,7 +146,7 @@ def _spec(spec: TensorSpec) -> str:
 
 
 def _named(text: str, cost: KernelCost) -> str:
-    """An expression of s0, s1, ... with the symbols' names."""
+    """An expression of s0, s1, ... with the names of the symbols."""
     return re.sub(r"\bs(\d+)\b", lambda match: cost.symbols[int(match[1])], text)
 
 
@@ -152,7 +154,7 @@ def _named(text: str, cost: KernelCost) -> str:
 
 
 def summary_text(data: Data) -> str:
-    """What a person wants to know first, for a terminal."""
+    """The summary as text for a terminal."""
     return "\n".join(_lines(data)) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The symbols of a model by unique names, where they are defined, and expressions of them as JSON."""
+"""Symbols of a model by unique names, the places that define them, and expressions as JSON."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from relaxlite.ir.types import defined_symbols
 from relaxlite.ir.visitor import bodies
 from relaxlite.records import dataclass
 
-UNBOUNDED = 64  # the value shown first of a symbol without an upper bound
+DEFAULT_SIZE = 64  # initial value of a symbol, within its bounds
 
 
 @dataclass(slots=True)
 class Symbol:
-    """A symbol under its unique name, with the places that define it."""
+    """Symbol under a unique name, with the places that define it."""
 
     name: str
     var: SymVar
@@ -27,18 +27,18 @@ class Symbol:
 
     @property
     def usual(self) -> int:
-        """A value within the bounds to begin with."""
-        return self.near(UNBOUNDED)
+        """The initial value, within the bounds."""
+        return self.near(DEFAULT_SIZE)
 
     def near(self, value: int) -> int:
-        """The least allowed value from this one on, or the greatest below."""
-        least, most, step = self.var.lower or 0, self.var.upper, self.var.divisor
-        value = -(-max(value, least) // step) * step
-        return value if most is None else min(value, most // step * step)
+        """The smallest legal value from `value` on, or the largest below."""
+        lower, upper, divisor = self.var.lower or 0, self.var.upper, self.var.divisor
+        value = -(-max(value, lower) // divisor) * divisor
+        return value if upper is None else min(value, upper // divisor * divisor)
 
 
 class Symbols:
-    """Names for symbols. Two symbols of one name are different ones: the second is called `n_1`."""
+    """Unique names of symbols: a second symbol of the name `n` is called `n_1`."""
 
     def __init__(self) -> None:
         self._by_var: dict[SymVar, Symbol] = {}
@@ -48,7 +48,7 @@ class Symbols:
         return iter(self._by_var.values())
 
     def of(self, var: SymVar) -> Symbol:
-        """The entry of a symbol, made when it is met first."""
+        """The entry of a symbol, created on first use."""
         if var not in self._by_var:
             name, count = var.name, 0
             while name in self._names:
@@ -59,19 +59,21 @@ class Symbols:
         return self._by_var[var]
 
     def of_all(self, expr: SymExpr) -> None:
-        """Make entries of every symbol in an expression."""
+        """Create entries of all symbols in an expression."""
         for var in expr.free_vars():
             self.of(var)
 
     def name(self, var: SymVar) -> str:
+        """Unique name of a symbol."""
         return self.of(var).name
 
     def text(self, expr: SymExpr) -> str:
+        """An expression with unique names."""
         return to_text(expr, self.name)
 
-    def values(self, given: Mapping[str, int]) -> dict[SymVar, int]:
-        """A value of every symbol: what is given by name, else the usual one."""
-        return {s.var: given.get(s.name, s.usual) for s in self._by_var.values()}
+    def values(self, values_by_name: Mapping[str, int]) -> dict[SymVar, int]:
+        """Values of all symbols: given ones by name, else initial ones."""
+        return {s.var: values_by_name.get(s.name, s.usual) for s in self._by_var.values()}
 
     def tree(self, expr: SymExpr) -> Any:
         """An expression as JSON: a number, a name, or [operator, operand, ...] of + * // % min max."""
@@ -94,35 +96,36 @@ class Symbols:
 
 
 class Figures:
-    """Expressions, each kept once: figures of the page refer to them by number."""
+    """Table of expressions without duplicates; the page refers to figures by number."""
 
     def __init__(self, symbols: Symbols) -> None:
         self._symbols = symbols
         self._numbers: dict[SymExpr, int] = {}
 
     def number(self, expr: SymExpr) -> int:
+        """Number of an expression; added on first use."""
         self._symbols.of_all(expr)
         return self._numbers.setdefault(expr, len(self._numbers))
 
     def to_json(self) -> list[dict[str, Any]]:
-        """For each its text and its tree."""
+        """Text and tree of each expression."""
         return [{"text": self._symbols.text(expr), "tree": self._symbols.tree(expr)} for expr in self._numbers]
 
 
 def find_symbols(function: Function) -> Symbols:
-    """The symbols that a function's arguments and MatchShapes define, and the places where they do.
+    """Symbols that a function's arguments and MatchShapes define, with the places that define them.
 
-    A symbol may be defined at several places: each argument that has it as a dimension is one, and is checked.
+    A symbol may have several places: each argument with the symbol as a dimension is one, and is checked.
     """
     symbols = Symbols()
     names = function.attrs.get(INPUT_NAMES)
-    given = names if isinstance(names, tuple) else tuple(p.name for p in function.params)
-    for name, param in zip(given, function.params, strict=True):
+    input_names = names if isinstance(names, tuple) else tuple(p.name for p in function.params)
+    for name, param in zip(input_names, function.params, strict=True):
         for var in defined_symbols(param.ty):
-            result = symbols.of(var)
-            result.is_input = True
+            symbol = symbols.of(var)
+            symbol.is_input = True
             dims = getattr(param.ty, "shape", None) or getattr(param.ty, "values", None) or ()
-            result.defined += [f"dimension {k} of {name}" for k, dim in enumerate(dims) if dim is var]
+            symbol.defined += [f"dimension {k} of {name}" for k, dim in enumerate(dims) if dim is var]
     for body in bodies(function):
         for binding in body.bindings():
             if isinstance(binding, MatchShape):
@@ -134,7 +137,7 @@ def find_symbols(function: Function) -> Symbols:
 
 
 def value_of(expr: SymExpr, at: Mapping[SymVar, int]) -> int:
-    """The value; 0 where these sizes divide by zero, as in kernels' costs (runtime/expression.py)."""
+    """Value of an expression; 0 where these sizes divide by zero, as in kernel costs (runtime/expression.py)."""
     try:
         return evaluate(expr, at)
     except ZeroDivisionError:

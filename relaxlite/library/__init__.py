@@ -1,9 +1,9 @@
-"""Routines of libraries in place of generated kernels: the table that compilation dispatches from.
+"""Registration of library rules: routines that compiled models call in place of generated kernels.
 
     with_gelu = is_op("gelu")(is_op("add")(is_op("matmul")(wildcard("x"), wildcard("w")), wildcard("b")))
     rl.register_library("fast_mlp", with_gelu, {"x": ("m", "k"), "w": ("k", "n"), "b": ("n",)}, function=fast_mlp)
 
-`register_library` adds rules; `rules_for` gives those that a compilation may use, where OpenBLAS comes last.
+`register_library` adds rules; `rules_for` selects the rules of a compilation, with OpenBLAS last.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from relaxlite.runtime import libraries
 from relaxlite.runtime.libraries import OPENBLAS, PYTHON
 from relaxlite.target import Target
 
-_rules: dict[str, LibraryRule] = {}  # the newest last; it is asked first
+_rules: dict[str, LibraryRule] = {}  # the newest last; matched in reverse order
 
 
 class Registration:
-    """A rule in the table; as a context manager, for the block only."""
+    """Registered rule; as a context manager, registered for the block only."""
 
     def __init__(self, rule: LibraryRule) -> None:
         self.rule = rule
 
     def unregister(self) -> None:
-        """Take the rule out of the table. Models that are compiled already keep it."""
+        """Remove the rule from the table. Compiled models keep it."""
         if _rules.get(self.rule.name) is self.rule:
             del _rules[self.rule.name]
             if self.rule.library == PYTHON:
@@ -61,32 +61,31 @@ def register_library(
     work: str = "0",
     fallback: bool = True,
 ) -> Registration:
-    """Let models that are compiled from now on call a routine wherever `pattern` (relaxlite.ir.pattern) matches.
+    """Register a routine that models compiled from now on call wherever `pattern` (relaxlite.ir.pattern) matches.
 
-    `operands`: the names that the pattern captures, in the routine's order, each with names or sizes of its dimensions
-    (None: any shape); a name that occurs twice asks for equal sizes. The results have the type of what is matched:
-    "out" names the only one, "out0", "out1", ... several. Arrays are dense, row-major and aligned to their elements.
+    `operands`: the captured names of the pattern in the order of the routine, each with names or sizes of its
+    dimensions (None: any shape); dimensions of one name must be equal. Results have the type of the matched op: "out"
+    names a single result, "out0", "out1", ... several. Arrays are dense, row-major and aligned to their elements.
 
-    The routine is a Python `function` of NumPy arrays (the operands, read-only, then the results, which it fills),
-    known by `name` when a saved model is loaded; or a C function, `symbol` of the shared library `library` (a file, or
-    "openblas"), with `arguments`:
+    The routine is either a Python `function` of NumPy arrays (the operands, read-only, then the results, which it
+    fills), looked up by `name` when a saved model is loaded; or a C function, `symbol` of the shared library `library`
+    (a file, or "openblas"), with `arguments`:
 
         "int32 m * 2", "int64 n"         expressions of the dimensions: + - * // % min(...) max(...)
         "float32 1.0", "float64 0.5"     constants
         "float32* a", "float32* out[i, 64 * j, 0]"    the address of an element of an array of this dtype
 
-    `returns="status"`: a C int, and anything but 0 makes the call fail. `loops`: names and extents of loops round the
-    call, whose names arguments may use; they must write apart from each other, for the first one runs on all threads,
-    as far as `work` (about how many instructions a call takes, an expression) is worth it.
+    `returns="status"`: the routine returns a C int, and the call fails unless it is 0. `loops`: names and extents of
+    loops around the call, whose variables arguments may use. Iterations must write disjoint memory, as the first loop
+    runs in parallel; `work`, an expression of about how many instructions a call takes, limits the number of threads.
 
-    `when`: expressions and the range in which each must be (None: no limit), as {"m": (64, None)}. What the model's
-    bounds do not decide is compared at run time, and a generated kernel does the rest. Sizes may be 0 where `when` does
-    not say otherwise. `check`: why a match is refused, or None. `fallback=False`: no generated kernel for where the
-    library is missing; loading fails there.
+    `when`: expressions with their ranges (None: no limit), as {"m": (64, None)}. Conditions that the bounds of the
+    model do not decide are evaluated at run time, with a generated kernel as the fallback. Sizes may be 0 unless `when`
+    excludes it. `check`: returns a reason against a match, or None. `fallback=False`: no generated kernel for a missing
+    library; loading fails instead.
 
-    The rule that was registered last is asked first. PassContext.decisions says which were taken, and why not. Raises
-    InvalidArgumentError for a rule that makes no sense or a name that is taken, LibraryError when there is no such
-    library or symbol here.
+    The rule registered last matches first. PassContext.decisions records which rules apply, and why others do not.
+    Raises InvalidArgumentError for an invalid rule or a name that exists, LibraryError for a missing library or symbol.
     """
     if name in _rules:
         raise InvalidArgumentError(f"library rule '{name}' exists; unregister it, or take another name")
@@ -117,23 +116,23 @@ def register_library(
 
 
 def registered() -> tuple[str, ...]:
-    """The names of the rules that have been registered."""
+    """Names of the registered rules."""
     return tuple(_rules)
 
 
 def unregister(name: str) -> None:
-    """Take a rule out of the table. InvalidArgumentError when there is none of this name."""
+    """Remove a rule from the table. Raises InvalidArgumentError for an unknown name."""
     if name not in _rules:
         raise InvalidArgumentError(f"there is no library rule '{name}'; there are {', '.join(_rules) or 'none'}")
     Registration(_rules[name]).unregister()
 
 
 def rules_for(chosen: Sequence[str] | str | None, target: Target) -> tuple[LibraryRule, ...]:
-    """The rules that a compilation for `target` may use.
+    """Select the rules of a compilation for `target`.
 
-    `chosen`: names of libraries ("openblas", "python") or rules; "none" for none at all; None for what
-    RELAXLITE_LIBRARIES says, else every rule that is registered and, where it is installed, OpenBLAS.
-    InvalidArgumentError for a name that nothing has, LibraryError for "openblas" where it is not installed.
+    `chosen`: names of libraries ("openblas", "python") or rules; "none" for no rule; None for the knob
+    RELAXLITE_LIBRARIES, else every registered rule and, where installed, OpenBLAS. Raises InvalidArgumentError for an
+    unknown name, LibraryError for "openblas" where it is not installed.
     """
     if chosen is None and config.get("libraries"):
         chosen = names_of(config.get("libraries"))
@@ -141,7 +140,7 @@ def rules_for(chosen: Sequence[str] | str | None, target: Target) -> tuple[Libra
         return ()
     known = tuple(reversed(_rules.values()))
     if chosen is None:
-        return (*known, *(openblas_rules() if _is_usual(target) and libraries.has_openblas() else ()))
+        return (*known, *(openblas_rules() if _matches_host(target) and libraries.has_openblas() else ()))
     wanted = (chosen,) if isinstance(chosen, str) else tuple(chosen)
     if "none" in wanted:
         raise InvalidArgumentError(f"'none' stands alone, for no library at all, got {', '.join(wanted)}")
@@ -156,21 +155,22 @@ def rules_for(chosen: Sequence[str] | str | None, target: Target) -> tuple[Libra
 
 
 def names_of(text: str) -> Sequence[str] | str:
-    """ "a,b" as the names in it; "none" stays."""
+    """Split "a,b" into names; "none" stays a string."""
     return text if text == "none" else [name.strip() for name in text.split(",")]
 
 
-def _is_usual(target: Target) -> bool:
-    """Whether libraries of this machine are of the target's kind."""
+def _matches_host(target: Target) -> bool:
+    """Whether libraries of this machine can run on the target."""
     return target.triple == Target.host().triple
 
 
 def _library_name(library: str) -> str:
-    """ "openblas", or the file's own name: "m" of "/usr/lib/libm.so.6"."""
+    """Name of a library: "openblas", or "m" of "/usr/lib/libm.so.6"."""
     return library if library == OPENBLAS else Path(library).name.split(".")[0].removeprefix("lib")
 
 
 def _check_library(rule: LibraryRule) -> None:
+    """Raise InvalidArgumentError for a library name in use by another file, LibraryError for a missing library."""
     same = [other for other in _rules.values() if other.library == rule.library and other.file != rule.file]
     if same or (rule.library == PYTHON) or (rule.library == OPENBLAS and rule.file):
         raise InvalidArgumentError(

@@ -1,8 +1,8 @@
-"""OpenBLAS (the package scipy-openblas32) for products of float32 matrices: which call computes what.
+"""Library rules for OpenBLAS (the package scipy-openblas32): float32 matrix products.
 
-A rule is used in the range of sizes in which the measurements in openblas_costs.json found the library faster than the
-kernel of this compiler; `python -m bench.library` makes that file. OpenBLAS runs on one thread, and the kernel that
-calls it shares the work out among ours.
+A rule applies in the range of sizes in which openblas_costs.json records the library as faster than the generated
+kernel; `python -m bench.library` measures that file. OpenBLAS runs on one thread, and the calling kernel divides the
+work among the compiler's own threads.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from relaxlite.records import dataclass
 from relaxlite.runtime.libraries import OPENBLAS
 
 COSTS = Path(__file__).with_name("openblas_costs.json")
-ROWS, PLAIN, TRANSPOSED = 101, 111, 112  # cblas: row-major, and how an operand is read
+ROWS, PLAIN, TRANSPOSED = 101, 111, 112  # CBLAS constants: row-major order, and whether an operand is transposed
 BLOCK = 512  # rows or columns of a result that one call computes
 
-# Each kind of product: the routine, and which operands it reads transposed.
+# Kinds of products: the routine, and which operands it reads as transposed.
 KINDS = ("gemv_t", "gemv_n", "gemv_a", "gemm_nn", "gemm_nt")
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The dimensions before the matrices. Where only the first operand has one, its matrices lie one below the other:
-    they are one matrix of more rows."""
+    """Batch dimensions of a product.
+
+    Where only the first operand has one, its matrices are contiguous: one matrix of more rows.
+    """
 
     names: tuple[str, ...] = ()
     both: bool = True
@@ -41,12 +43,12 @@ class _Batch:
 
     def matrix(self) -> str:
         """Indices of matrix number i."""
-        places = []
+        indices = []
         for number in range(len(self.names)):
-            inner = " * ".join(self.names[number + 1 :])
-            place = f"i // ({inner})" if inner else "i"
-            places.append(f"({place}) % {self.names[number]}" if number else place)
-        return "".join(f"{place}, " for place in places)
+            stride = " * ".join(self.names[number + 1 :])
+            index = f"i // ({stride})" if stride else "i"
+            indices.append(f"({index}) % {self.names[number]}" if number else index)
+        return "".join(f"{index}, " for index in indices)
 
     def row(self, number: str) -> str:
         """Indices of a row of the first operand, or of the result."""
@@ -64,54 +66,54 @@ _BATCHES = (_Batch(), _Batch(("p",)), _Batch(("p", "q")), _Batch(("p",), both=Fa
 
 @cache
 def measured() -> Mapping[str, Any]:
-    """The contents of openblas_costs.json."""
+    """Contents of openblas_costs.json."""
     result: dict[str, Any] = json.loads(COSTS.read_text("utf-8"))
     return result
 
 
 @cache
 def openblas_rules() -> tuple[LibraryRule, ...]:
-    """The rules of those kinds for which there is a range in which they win."""
-    result = measured()["ranges"]
+    """Rules of all kinds with a range in which the library is faster."""
+    ranges = measured()["ranges"]
     return tuple(
         replace(
             rule,
-            when=_measured_range(rule, result[kind]["when"]),
-            reason=f"there it measured {result[kind]['median_gain']:.1f} times as fast as the generated kernel "
+            when=_measured_range(rule, ranges[kind]["when"]),
+            reason=f"there it measured {ranges[kind]['median_gain']:.1f} times as fast as the generated kernel "
             "(median)",
-            figures={"measured sizes": result[kind]["sizes"]},
+            figures={"measured sizes": ranges[kind]["sizes"]},
         )
         for kind in KINDS
-        if kind in result
+        if kind in ranges
         for rule in rules_of(kind)
     )
 
 
 def _measured_range(rule: LibraryRule, when: Mapping[str, tuple[int | None, int | None]]) -> dict[str, Range]:
-    """For the rule's own numbers of rows, columns and summed products, which stand in this order."""
+    """Range of a kind, in terms of the rule's own expressions of rows, depth and columns, in this order."""
     return {text: (low, high) for text, (low, high) in zip(rule.when, (when["m"], when["k"], when["n"]), strict=True)}
 
 
 def rules_of(kind: str) -> Iterator[LibraryRule]:
-    """One kind of product for all ranks, without a range."""
+    """Rules of one kind of product for all ranks, without a range."""
     for batch in _BATCHES:
         yield _rule(kind, batch)
 
 
 def _rule(kind: str, batch: _Batch) -> LibraryRule:
     is_transposed = kind in ("gemv_n", "gemm_nt")
-    lead, before = batch.names, batch.names if batch.both else ()
-    last = len(before)
-    a, b = wildcard("a").has_rank(len(lead) + 2), wildcard("b").has_rank(last + 2)
-    shape = "".join(f"_{name}" for name in lead) + ("" if batch.both else "_rows")
+    batch_dims, second_batch_dims = batch.names, batch.names if batch.both else ()
+    last = len(second_batch_dims)
+    a, b = wildcard("a").has_rank(len(batch_dims) + 2), wildcard("b").has_rank(last + 2)
+    shape = "".join(f"_{name}" for name in batch_dims) + ("" if batch.both else "_rows")
     second = is_op("transpose")(b).has_attr(axes=(*range(last), last + 1, last)) if is_transposed else b
     names = {"$m": batch.rows, "$first": batch.row("0"), "$row": batch.row(f"{BLOCK} * j"), "$b": ""}
     if batch.both:
         names["$b"] = batch.matrix()
 
-    def filled(text: str) -> str:
-        for name, meaning in names.items():
-            text = text.replace(name, meaning)
+    def expand(text: str) -> str:
+        for name, replacement in names.items():
+            text = text.replace(name, replacement)
         return text
 
     return LibraryRule(
@@ -119,17 +121,20 @@ def _rule(kind: str, batch: _Batch) -> LibraryRule:
         library=OPENBLAS,
         symbol="cblas_sgemm" if kind.startswith("gemm") else "cblas_sgemv",
         pattern=is_op("matmul")(a, second),
-        operands={"a": (*lead, "m", "k"), "b": (*before, "n", "k") if is_transposed else (*before, "k", "n")},
-        arguments=tuple(filled(f"int32 {ROWS};{_ARGUMENTS[kind]}").split(";")),
-        loops=batch.loops(filled(_BLOCKS[kind])),
-        when={filled(text): limits for text, limits in _MIN[kind].items()},
+        operands={
+            "a": (*batch_dims, "m", "k"),
+            "b": (*second_batch_dims, "n", "k") if is_transposed else (*second_batch_dims, "k", "n"),
+        },
+        arguments=tuple(expand(f"int32 {ROWS};{_ARGUMENTS[kind]}").split(";")),
+        loops=batch.loops(expand(_BLOCKS[kind])),
+        when={expand(text): limits for text, limits in _MIN[kind].items()},
         variable=("b",),
-        work=filled(f"$m * n * k // max(1, {_BLOCKS[kind]}) // 8"),
+        work=expand(f"$m * n * k // max(1, {_BLOCKS[kind]}) // 8"),
     )
 
 
-# Arguments after the order of the matrices. "$m" stands for the number of rows, "$first" and "$row" for the indices of
-# the first row and of the first one of a block, "$b" for those of the second operand's matrix.
+# Arguments after the order constant. "$m" is the number of rows, "$first" and "$row" are the indices of the first row
+# and of the first row of a block, "$b" those of the second operand's matrix.
 _OF_N, _OF_M = f"int32 min({BLOCK}, n - {BLOCK} * j)", f"int32 min({BLOCK}, $m - {BLOCK} * j)"
 _A, _OUT = "float32* a[$row, 0];int32 k", "float32* out[$row, 0]"
 _ARGUMENTS = {
@@ -147,7 +152,7 @@ _ARGUMENTS = {
     f"float32* b[$b0, 0];int32 k;float32 0;{_OUT};int32 n",
 }
 _BLOCKS = {kind: f"({'n' if kind in ('gemv_t', 'gemv_n') else '$m'} + {BLOCK - 1}) // {BLOCK}" for kind in KINDS}
-# What the routines need: none of them takes empty matrices for granted.
+# Required sizes: the routines do not support empty matrices.
 _SIZES: dict[str, Range] = {"$m": (1, None), "k": (1, None), "n": (1, None)}
 _MIN: dict[str, dict[str, Range]] = {
     "gemv_t": {**_SIZES, "$m": (1, 1)},

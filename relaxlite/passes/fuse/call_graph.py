@@ -229,11 +229,11 @@ def _location(group: Group) -> str | None:
 
 def call_bindings(group: Group, callee: GlobalVar) -> list[Binding]:
     """Bind the results of a group that are used outside to the call of its kernel."""
-    args, outs = (*group.inputs, ShapeValue(group.symbols)), [n.var for n in group.outs]
+    args, result_vars = (*group.inputs, ShapeValue(group.symbols)), [n.var for n in group.outs]
     loc = _location(group)
-    if len(outs) == 1:
-        return [Let(outs[0], Call(callee, args, ty=outs[0].ty, loc=loc))]
-    ty = TupleType(tuple(v.ty for v in outs))
-    results = Var("_".join(v.name for v in outs), ty, loc)
-    fields = [Let(v, TupleGetItem(results, k)) for k, v in enumerate(outs)]
+    if len(result_vars) == 1:
+        return [Let(result_vars[0], Call(callee, args, ty=result_vars[0].ty, loc=loc))]
+    ty = TupleType(tuple(v.ty for v in result_vars))
+    results = Var("_".join(v.name for v in result_vars), ty, loc)
+    fields = [Let(v, TupleGetItem(results, k)) for k, v in enumerate(result_vars)]
     return [Let(results, Call(callee, args, ty=ty, loc=loc)), *fields]

@@ -128,14 +128,14 @@ class _Offsets:
         self.bases: list[OffsetBase] = []
         zero_samples = np.zeros(sizes.samples.shape[1])
         self.start = ArenaOffset(None, sym(0), sym(0), zero_samples)
-        places, ends = dict[int, ArenaOffset](), dict[int, ArenaOffset]()
+        offsets, ends = dict[int, ArenaOffset](), dict[int, ArenaOffset]()
         rank = {k: position for position, k in enumerate(order)}
         neighbours_of = [frozenset(neighbours) for neighbours in problem.neighbours]
         for k in order:
             below = [j for j in problem.neighbours[k] if rank[j] < rank[k]]
-            places[k] = self._maximum([ends[j] for j in _maximal(below, neighbours_of, rank)])
-            ends[k] = self._add_size(places[k], sizes, k)
-        self.places = [places[k] for k in range(len(order))]
+            offsets[k] = self._maximum([ends[j] for j in _maximal(below, neighbours_of, rank)])
+            ends[k] = self._add_size(offsets[k], sizes, k)
+        self.places = [offsets[k] for k in range(len(order))]
         self.end = self._maximum([ends[k] for k in _maximal(order, neighbours_of, rank)])
 
     def _add_size(self, offset: ArenaOffset, sizes: _AlignedSizes, k: int) -> ArenaOffset:
