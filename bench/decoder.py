@@ -62,7 +62,7 @@ class _Decoder:
         cache = TensorType.of((self.batch, c.kv_heads, self.past, c.width), "float32")
         params = [Var("tokens", TensorType.of((self.batch, self.seq), "int64"))]
         params += [Var(f"{name}_{k}", cache) for k in range(c.layers) for name in "kv"]
-        with bb.function_of("main", tuple(params)):
+        with bb.function_with_params("main", tuple(params)):
             x = self.op("gather", self.weight(c.vocab, c.hidden, scale=1.0), params[0], axis=0)
             cos, sin = self.rotary_tables()
             bias = self.causal_bias()

@@ -66,7 +66,7 @@ def module_of(kind: str, weight: np.ndarray | None = None) -> IRModule:
     b = Var("b", TensorType.of((n, k) if is_transposed else (k, n), "float32"))
     if weight is not None:
         a = Var("a", TensorType.of((m, weight.shape[0]), "float32"))
-    with bb.function_of("main", (a, b) if weight is None else (a,)):
+    with bb.function_with_params("main", (a, b) if weight is None else (a,)):
         right: Expr = b if weight is None else Constant.of(weight)
         right = bb.emit(get_op("transpose")(right, axes=(1, 0))) if is_transposed else right
         bb.result(bb.emit(get_op("matmul")(a, right)))

@@ -176,7 +176,7 @@ def build(
         target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
         metadata=_metadata(module, lowered, context, code),
         support=compile_support(machine),
-        others=others,
+        extra_entries=others,
     )
     for validator in validators if machine.runs_here else ():
         validator.check_compiled(Executable(data).entry(validator.entry), lowered)

@@ -189,7 +189,7 @@ def _compiled(program: TensorProgram) -> Executable:
     buffers = (*counters, *program.inputs)
     bb = BlockBuilder(IRModule({"kernel": program}))
     variables = tuple(Var(b.name, TensorType.of(b.shape, b.dtype)) for b in buffers)
-    with bb.function_of("main", variables):
+    with bb.function_with_params("main", variables):
         result = TensorType.of(program.outputs[0].shape, "float32")
         bb.result(bb.emit(Call(GlobalVar("kernel"), variables[2:], Attrs({}), program.symbols, result)))
     return compile_module(bb.module())

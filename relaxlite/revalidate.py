@@ -1,7 +1,7 @@
-"""python -m relaxlite.revalidate FILE.before.py: runs a mismatch again that `compile(validate=True)` has kept.
+"""Command `python -m relaxlite.revalidate FILE.before.py`: rerun a mismatch that `compile(validate=True)` has recorded.
 
-Where the file names a pass of the pipeline, the pass runs again, as it is now; else the kept module stands for what it
-made. Ends with status 1 while the two differ.
+Where the file names a pass of the pipeline, the present version of the pass runs on the module before; otherwise the
+recorded module after is compared. The exit status is 1 while the two differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from relaxlite.validation.validator import ENTRY, Validator
 
 
 def rerun(path: str) -> str | None:
-    """What differs, or None."""
+    """Rerun the recorded check; returns the mismatch as text, or None."""
     what, before, after, args = open_record(path)
     what, _, entry = what.partition(" in ")
     validator = Validator(before, inputs=[args], folder=str(Path(path).parent), entry=entry or ENTRY)
@@ -40,6 +40,7 @@ def rerun(path: str) -> str | None:
 
 
 def _present(module: IRModule | None) -> IRModule:
+    """The module after the pass, which must be recorded."""
     assert module is not None, "the module after the pass was not kept"
     return module
 

@@ -317,7 +317,7 @@ def lone_module(task: Task) -> IRModule:
             args.append(params[-1])
     types = tuple(TensorType(buffer.shape, buffer.dtype) for buffer in program.outputs)
     result = types[0] if len(types) == 1 else TupleType(types)
-    with builder.function_of(ENTRY, tuple(params)):
+    with builder.function_with_params(ENTRY, tuple(params)):
         builder.result(builder.emit(Call(callee, tuple(args), Attrs(), program.symbols, result)))
     return builder.module()
 

@@ -341,7 +341,7 @@ def test_runtime_reshape_target() -> None:
     bb = BlockBuilder()
     n, m = bb.symbol("n"), bb.symbol("m")
     x, target = Var("x", TensorType.of((n, m), "float32")), Var("target", TensorType.of((2,), "int64"))
-    with bb.function_of("main", (x, target)):
+    with bb.function_with_params("main", (x, target)):
         a = bb.emit(get_op("tanh")(x))
         shape = bb.emit(get_op("tensor_to_shape")(target))
         rows, columns = bb.symbol("rows"), bb.symbol("columns")
@@ -367,7 +367,7 @@ def test_product_symbol_from_weight_pre_computation() -> None:
     x = Var("x", TensorType.of((n, m, 6), "float32"))
     rng = np.random.default_rng(0)
     weight, more = Constant.of(normal(rng, 6, 40)), Constant.of(normal(rng, 6, 40))
-    with bb.function_of("main", (x,)):
+    with bb.function_with_params("main", (x,)):
         both = bb.emit(get_op("multiply")(bb.emit(get_op("add")(weight, more)), np.float32(0.5)))
         flat = bb.emit(get_op("reshape")(x, (n * m, 6)))
         product = bb.emit(get_op("gelu")(bb.emit(get_op("matmul")(flat, both))))

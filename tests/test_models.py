@@ -214,7 +214,7 @@ FIVE: dict[str, list[Inputs]] = {
 
 
 LARGE = (
-    "ppocrv4-det", "open-nsfw-resnet50", "nudenet-yolov8n", "slanet-table", "piper-vits-onnxbaby",
+    "ppocrv4-det", "ddddocr-common", "open-nsfw-resnet50", "nudenet-yolov8n", "slanet-table", "piper-vits-onnxbaby",
     "minimind2-small-int8", "smart-turn-qdq", "moonshine-tiny-encoder", "moonshine-tiny-decoder",
 )  # fmt: skip
 """They take long to compile."""

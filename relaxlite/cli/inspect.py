@@ -56,7 +56,7 @@ def summary(data: ExecutableData) -> dict[str, Any]:
         "weights": {"tensors": len(data.constants), "bytes": sum(c.nbytes for c in data.constants)},
         "object_code_bytes": sum(map(len, data.objects)),
         "host_function": _host(data.host),
-        "other_functions": {name: _host(entry.host) for name, entry in data.others.items()},
+        "other_functions": {name: _host(entry.host) for name, entry in data.extra_entries.items()},
         "arena_bytes": int(arena) if arena.isdecimal() else arena,
         "memory": {"at_most": plan.get("at_most"), "outside": plan.get("outside", 0), "at": plan.get("examples", [])},
         "libraries": [asdict(library) for library in data.libraries],

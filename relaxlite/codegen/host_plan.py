@@ -24,7 +24,7 @@ from relaxlite.runtime.executable import (
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedOutput:
     """An output that instruction `site` allocates, outside of loops, so that Python can allocate it before the run.
 
     `dims` are the dimensions of the returned tensor, after reshapes and whole views; negative ones are slots of `heap`.
@@ -46,7 +46,7 @@ class HostPlan:
     arena: tuple[int, int] | None  # (instruction, size as a dim) of the arena that Python provides
     variables: frozenset[int]  # registers with several definitions
     targets: frozenset[int]  # of jumps, as instruction numbers
-    prepared: tuple[Prepared | None, ...]  # per output
+    prepared: tuple[PreparedOutput | None, ...]  # per output
     releases: Mapping[int, tuple[int, ...]]  # instruction -> allocating instructions whose memory is dead after it
 
 
@@ -183,9 +183,9 @@ class _Values:
         return (operand,) if num_outputs == 1 else ()
 
 
-def _prepare(values: _Values, num_outputs: int) -> tuple[Prepared | None, ...]:
+def _prepare(values: _Values, num_outputs: int) -> tuple[PreparedOutput | None, ...]:
     """Allocation of each output; None where an output has none of its own that runs at most once."""
-    prepared: list[Prepared | None] = []
+    prepared: list[PreparedOutput | None] = []
     for operand in values.results(num_outputs) or (Const(0),) * num_outputs:
         allocation = _allocation(values, operand)
         sites = {earlier.site for earlier in prepared if earlier is not None}
@@ -197,15 +197,15 @@ def _prepare(values: _Values, num_outputs: int) -> tuple[Prepared | None, ...]:
     return tuple(prepared)
 
 
-def _allocation(values: _Values, operand: Operand) -> Prepared | None:
+def _allocation(values: _Values, operand: Operand) -> PreparedOutput | None:
     at, builtin, operands = values.definition(values.source(operand))
     if builtin == "alloc_tensor":
-        return Prepared(at, operands[0], immediate(operands[1]))
+        return PreparedOutput(at, operands[0], immediate(operands[1]))
     dims_at = _DIMS_OF_WHOLE.get(builtin)
     if dims_at is None or (builtin == "view" and immediate(operands[2]) != 0):
         return None
     source = _allocation(values, operands[0])
-    return Prepared(source.site, operands[1], immediate(operands[dims_at])) if source is not None else None
+    return PreparedOutput(source.site, operands[1], immediate(operands[dims_at])) if source is not None else None
 
 
 _DIMS_OF_WHOLE = {

@@ -16,7 +16,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import CodegenError, ExecutionError
 from relaxlite.ir import scalar_functions
-from relaxlite.ir.intrinsics import DOT2_INT16, DOT4_BYTES, LOOKUP, PACKED_BYTES
+from relaxlite.ir.intrinsics import DOT2_PACKED_INT16, DOT4_PACKED_U8S8, LOOKUP, PACK_BYTES
 from relaxlite.ir.program import (
     Allocate,
     Barrier,
@@ -46,7 +46,7 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import value_children, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, to_text
 
-Kernel = Callable[..., None]
+PythonKernel = Callable[..., None]
 
 _OPERATORS = {
     "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "and": "({} & {})", "or": "({} | {})",
@@ -56,7 +56,7 @@ _OPERATORS = {
 
 
 @functools.lru_cache(maxsize=512)
-def compile_to_python(program: TensorProgram, name: str = "program") -> Kernel:
+def compile_to_python(program: TensorProgram, name: str = "program") -> PythonKernel:
     """Compile a program to a Python function of its buffers (arrays: inputs, then outputs) and its symbols' values.
 
     The function raises IndexError for an access outside of a buffer, ExecutionError for a failed check.
@@ -65,7 +65,7 @@ def compile_to_python(program: TensorProgram, name: str = "program") -> Kernel:
     text = source.program(program, name)
     code = compile(text, f"<relaxlite {name}>", "exec")
     exec(code, source.scope)
-    kernel: Kernel = source.scope[source.entry]
+    kernel: PythonKernel = source.scope[source.entry]
     kernel.__doc__ = text
     return kernel
 
@@ -360,10 +360,10 @@ def _pack_bytes(*parts: Any) -> np.int32:
 
 _PACKED_INTRINSICS: dict[str, Callable[..., np.int32]] = {
     "dot4_u8s8": _dot4_bytes,
-    DOT4_BYTES: _dp4a,
-    DOT2_INT16: _dot2_int16,
+    DOT4_PACKED_U8S8: _dp4a,
+    DOT2_PACKED_INT16: _dot2_int16,
     LOOKUP: _lookup_bytes,
-    PACKED_BYTES: _pack_bytes,
+    PACK_BYTES: _pack_bytes,
 }
 
 

@@ -14,7 +14,7 @@ from relaxlite.explain.kernels import modelled_work
 from relaxlite.explain.markup import bytes_text, count_text, words
 from relaxlite.explain.symbols import Symbols
 from relaxlite.ir.symbolic import SymVar
-from relaxlite.runtime.executable import Bound, Call, ExecutableData, KernelCost, TensorSpec, bound_text
+from relaxlite.runtime.executable import Call, ExecutableData, KernelCost, SymbolBounds, TensorSpec, bound_text
 
 MAX_KERNELS, MAX_REASONS, MAX_GROUPS = 10, 8, 12  # in the text
 COSTS = ("flops", "bytes_read", "bytes_written")  # of Cost and of KernelCost
@@ -181,7 +181,7 @@ def _titled(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _symbol(item: Data) -> str:
-    bound: Bound = (item["lower"], item["upper"], item["divisor"])
+    bound: SymbolBounds = (item["lower"], item["upper"], item["divisor"])
     where = f": {words(item['defined'], 1)}" if item["defined"] else ""
     return f"{bound_text(item['name'], bound) or item['name'] + ' of any size'}{where}"
 

@@ -60,10 +60,10 @@ SymExpr         = SymVar(name, lower, upper, divisor)
                 | a sum of products of these and integers, in canonical form
 ```
 
-Where what is: symbolic.py, types.py, expr.py, program.py and module.py hold the nodes; op.py and ops/ the operators;
-builder.py makes functions; printer.py, program_printer.py, parser.py, function_parser.py and program_parser.py are the
-text form; verifier.py, program_verifier.py and signatures.py say what is legal; equality.py compares; pattern.py
-matches; visitor.py walks and rewrites; analyzer.py proves.
+Files: symbolic.py, types.py, expr.py, program.py and module.py define the nodes; op.py and ops/ the operators.
+builder.py builds functions. printer.py, program_printer.py, parser.py, function_parser.py and program_parser.py print
+and parse the text form. verifier.py, program_verifier.py and signatures.py check legality. equality.py compares nodes,
+pattern.py matches expressions, visitor.py and program_visitor.py walk and rewrite, analyzer.py proves facts on sizes.
 """
 
 from __future__ import annotations

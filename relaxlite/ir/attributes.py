@@ -1,8 +1,8 @@
-"""Attributes of modules, functions and tensor programs: names, owners, kinds of values, meanings.
+"""Declarations of the attributes of modules, functions and tensor programs: name, owner, kind of value, doc.
 
-Attributes are how passes tell later passes, code generation and the runtime what the IR itself does not show. They are
-printed and parsed as keywords, `@program(symbols=(), outputs=1, scheduled=True)`. The verifier refuses names that are
-not listed here and values of another kind. A module may also have facts about the model it came from, under any name.
+Attributes carry metadata from passes to later passes, code generation and the runtime. They are printed and parsed as
+keywords: `@program(symbols=(), outputs=1, scheduled=True)`. The verifier rejects unlisted names and values of another
+kind. A module may also have metadata of the imported model, under any name.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ COMPOSITE: Final = "composite"
 DONATED: Final = "donated"
 EXPORTED: Final = "exported"
 INPUT_NAMES: Final = "input_names"
+NARROW_TYPES: Final = "narrow_types"
 OUTPUT_NAMES: Final = "output_names"
 RELAXED_PRECISION: Final = "relaxed_precision"
 
@@ -45,7 +46,7 @@ WRITES_INPUTS: Final = "writes_inputs"
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """A kind of attribute values: its description for messages, and its test."""
+    """Kind of attribute values: description for messages, and predicate."""
 
     text: str
     accepts: Callable[[object], bool]
@@ -67,11 +68,15 @@ _PAIRS = ValueKind(
     _all(lambda pair: _INTS.accepts(pair) and len(pair) == 2),  # type: ignore[arg-type]
 )
 _NAMES = ValueKind("a tuple of strings", _all(lambda name: isinstance(name, str)))
+_NAME_PAIRS = ValueKind(
+    "a tuple of pairs of strings",
+    _all(lambda pair: _NAMES.accepts(pair) and len(pair) == 2),  # type: ignore[arg-type]
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """The declaration of one attribute. Inputs and parameters of programs are meant by their numbers."""
+    """Declaration of one attribute. Values refer to inputs and parameters by their indices."""
 
     name: str
     owner: Owner
@@ -85,6 +90,7 @@ ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute(DONATED, "function", _INTS, "Parameters whose memory the function takes over."),
     Attribute(EXPORTED, "function", _FLAG, 'Callers of the compiled model may run it, as they run "main".'),
     Attribute(INPUT_NAMES, "function", _NAMES, "Names of the parameters, as callers know them."),
+    Attribute(NARROW_TYPES, "function", _NAME_PAIRS, "(input or output, the ONNX type whose bits it carries)."),
     Attribute(OUTPUT_NAMES, "function", _NAMES, "Names of the results, as callers know them."),
     Attribute(RELAXED_PRECISION, "function", _FLAG, "Its products may round more than those of other functions."),
     Attribute(CHECKED, "program", _FLAG, "Integer arithmetic is tested for overflow: it computes sizes."),
@@ -109,11 +115,11 @@ BY_OWNER: Mapping[Owner, Mapping[str, Attribute]] = {
 
 
 def attribute_problem(owner: Owner, attrs: Mapping[str, object]) -> str | None:
-    """What is wrong with the attributes of a module, function or tensor program; None: nothing."""
+    """Validate the attributes of a module, function or tensor program: an error message, or None."""
     for name, value in attrs.items():
-        known = BY_OWNER[owner].get(name)
-        if known is None and owner != "module":
+        declaration = BY_OWNER[owner].get(name)
+        if declaration is None and owner != "module":
             return f"there is no attribute {name!r} of a {owner}; there are {', '.join(BY_OWNER[owner])}"
-        if known is not None and not known.kind.accepts(value):
-            return f"attribute {name!r} takes {known.kind.text}, got {value!r}"
+        if declaration is not None and not declaration.kind.accepts(value):
+            return f"attribute {name!r} takes {declaration.kind.text}, got {value!r}"
     return None

@@ -1,4 +1,4 @@
-"""BlockBuilder: build functions of a module statement by statement, typed and in A-normal form.
+"""BlockBuilder: build functions of a module binding by binding, typed and in A-normal form.
 
     bb = BlockBuilder()
     n = bb.symbol("n")
@@ -7,8 +7,8 @@
         bb.result(y)
     module = bb.module()
 
-The builder also knows the *symbolic value* of small integer tensors (`known_value`): what Shape -> Gather -> Concat
-computes is followed element by element, so that it never becomes a run-time tensor.
+The builder also tracks the *symbolic value* of small integer tensors (`known_value`): it evaluates shape computations
+such as Shape -> Gather -> Concat element by element, so that no run-time tensor is needed for them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from relaxlite.ir.types import ShapeType, TensorType, TupleType, Type
 MAX_KNOWN_ELEMENTS = 1024  # larger integer tensors are data, not shapes
 
 
-class _Scope:
-    """Bindings of one body under construction."""
+class _OpenBody:
+    """Body under construction: closed blocks, bindings of the open block, result."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -67,73 +67,74 @@ class _Scope:
 
 
 class BlockBuilder:
-    """Builds an IRModule; see the module docstring."""
+    """Builder of an IRModule; see the module docstring."""
 
     def __init__(self, module: IRModule | None = None) -> None:
         self._definitions: dict[str, Definition] = dict(module or {})
-        self._scopes: list[_Scope] = []
+        self._scopes: list[_OpenBody] = []
         self._known: dict[Var, Array] = {}
         self._values: dict[Var, Expr] = {}
         self._names: dict[str, int] = {}
-        self.loc: str | None = None  # the source location given to what is emitted next
+        self.loc: str | None = None  # source location of the next emitted bindings
 
     # names
 
     def unique_name(self, hint: str) -> str:
-        """`hint`, or hint_1, hint_2, ... : unique among the variables of this builder."""
+        """Name that is unique among the variables of this builder: `hint`, or hint_1, hint_2, ..."""
         count = self._names.get(hint)
         self._names[hint] = 0 if count is None else count + 1
         return hint if count is None else self.unique_name(f"{hint}_{count + 1}")
 
     def symbol(self, name: str, *, lower: int | None = 0, upper: int | None = None, divisor: int = 1) -> SymVar:
-        """A fresh symbol; its bounds are checked wherever it is bound at run time."""
+        """Create a symbol. Its bounds and divisor are checked at run time wherever it is bound."""
         return SymVar(name, lower=lower, upper=upper, divisor=divisor)
 
     # functions and bodies
 
     @contextmanager
     def function(self, name: str, /, attrs: Attrs = NO_ATTRS, **params: Type) -> Iterator[tuple[Var, ...]]:
-        """Build a function; end its body with `result`."""
+        """Build a function with new parameters of these types; end its body with `result`."""
         variables = tuple(Var(self.unique_name(p), ty) for p, ty in params.items())
-        with self.function_of(name, variables, attrs):
+        with self.function_with_params(name, variables, attrs):
             yield variables
 
     @contextmanager
-    def function_of(self, name: str, params: tuple[Var, ...], attrs: Attrs = NO_ATTRS) -> Iterator[None]:
-        """Build a function of these parameters."""
+    def function_with_params(self, name: str, params: tuple[Var, ...], attrs: Attrs = NO_ATTRS) -> Iterator[None]:
+        """Build a function with existing parameters; end its body with `result`."""
         with self.body() as scope:
             yield
         self._definitions[name] = Function(params, self.finish(scope), attrs)
 
     @contextmanager
-    def body(self) -> Iterator[_Scope]:
-        """Build a body (of a function, a branch, a loop): everything emitted inside goes there. See `finish`."""
-        scope = _Scope()
+    def body(self) -> Iterator[_OpenBody]:
+        """Open a body of a function, branch or loop. Bindings emitted inside the context go there; see `finish`."""
+        scope = _OpenBody()
         self._scopes.append(scope)
         try:
             yield scope
         finally:
             self._scopes.pop()
 
-    def finish(self, scope: _Scope) -> Body:
+    def finish(self, scope: _OpenBody) -> Body:
+        """Close a body. Raises InvalidArgumentError if `result` was not called."""
         if scope.result is None:
             raise InvalidArgumentError("a body needs a result: call bb.result(expr) inside it")
         scope.close_block(is_dataflow=True)
         return Body(tuple(scope.blocks), scope.result)
 
     def result(self, expr: Expr) -> None:
-        """What the body being built yields."""
+        """Set the result of the body under construction."""
         value = Tuple(tuple(self.leaf(f) for f in expr.fields)) if isinstance(expr, Tuple) else self.leaf(expr)
         self._scope.result = value
 
     @property
-    def _scope(self) -> _Scope:
+    def _scope(self) -> _OpenBody:
         if not self._scopes:
             raise InvalidArgumentError("nothing is being built: emit inside `with bb.function(...)`")
         return self._scopes[-1]
 
     def define(self, name: str, definition: Definition) -> GlobalVar:
-        """Add a tensor program, extern function or function under a unique name."""
+        """Add a tensor program, extern function or function, under `name` or a unique name derived from it."""
         unique, count = name, 0
         while unique in self._definitions:
             count += 1
@@ -142,18 +143,19 @@ class BlockBuilder:
         return GlobalVar(unique)
 
     def module(self, attrs: Attrs = NO_ATTRS) -> IRModule:
+        """Module of all definitions so far."""
         return IRModule(self._definitions, attrs)
 
     # bindings
 
     def leaf(self, expr: Expr, hint: str = "v") -> Expr:
-        """The expression itself if it is a leaf, else a new variable bound to it."""
+        """Return the expression if it is a leaf, else a new variable bound to it."""
         return expr if isinstance(expr, Leaf) else self.emit(expr, hint)
 
     def emit(self, expr: Expr, name: str | None = None) -> Var:
-        """Bind an expression (operands of operands are bound first) to a new variable."""
+        """Bind an expression to a new variable. Nested operands are bound to variables first."""
         value = self._normalize(expr)
-        var = Var(self.unique_name(name or _hint(value)), value.ty, getattr(value, "loc", None))
+        var = Var(self.unique_name(name or _default_name(value)), value.ty, getattr(value, "loc", None))
         self._append(Let(var, value), is_dataflow=not isinstance(value, ControlFlow))
         self._values[var] = value
         known = self.evaluate(value)
@@ -162,7 +164,7 @@ class BlockBuilder:
         return var
 
     def emit_let(self, var: Var, value: Expr) -> Var:
-        """Bind an existing variable (rewriting passes keep names this way)."""
+        """Bind an existing variable, so that rewriting passes preserve variables."""
         self._append(Let(var, self._normalize(value)), is_dataflow=not isinstance(value, ControlFlow))
         known = self.evaluate(value)
         if known is not None:
@@ -170,12 +172,12 @@ class BlockBuilder:
         return var
 
     def append(self, binding: Binding) -> None:
-        """Add a binding as it is."""
+        """Append an existing binding unchanged."""
         effect = isinstance(binding, Let) and isinstance(binding.value, ControlFlow)
         self._append(binding, is_dataflow=not effect)
 
     def match_shape(self, source: Expr, shape: tuple[IntLike, ...] | list[IntLike], name: str | None = None) -> Var:
-        """A run-time checked cast of a tensor (or shape) to this shape; binds the symbols that are new."""
+        """Cast a tensor or shape to this shape, checked at run time; binds symbols that are new."""
         source, dims = self.leaf(source), syms(shape)
         ty: Type = ShapeType(dims, len(dims))
         if isinstance(source.ty, TensorType):
@@ -208,21 +210,21 @@ class BlockBuilder:
             return TupleGetItem(self.leaf(expr.value), expr.index)
         return expr
 
-    def definition(self, var: Var) -> Expr | None:
-        """What `emit` bound to the variable."""
+    def bound_value(self, var: Var) -> Expr | None:
+        """Expression that `emit` bound to the variable; None for any other variable."""
         return self._values.get(var)
 
     # symbolic values
 
-    def learn(self, var: Var, values: Array | None) -> None:
-        """Note the symbolic elements of a variable (symbols that a MatchShape binds to them); None forgets them."""
+    def set_known_value(self, var: Var, values: Array | None) -> None:
+        """Set the symbolic elements of a variable, such as symbols that a MatchShape binds; None removes them."""
         if values is None:
             self._known.pop(var, None)
         else:
             self._known[var] = values
 
     def known_value(self, expr: Expr) -> Array | None:
-        """The elements of a small integer tensor as an object array of SymExpr, or None if they are not known."""
+        """Elements of a small integer tensor as an object array of SymExpr; None if unknown."""
         if isinstance(expr, Constant):
             return _constant_value(expr)
         if isinstance(expr, ShapeValue):
@@ -230,12 +232,12 @@ class BlockBuilder:
         return self._known.get(expr) if isinstance(expr, Var) else None
 
     def known_shape(self, expr: Expr) -> tuple[SymExpr, ...] | None:
-        """`known_value` of a vector (or a scalar, as one element) as a tuple."""
+        """Elements of an integer vector or scalar as a tuple; None if unknown."""
         value: Any = self.known_value(expr)
         return None if value is None or value.ndim > 1 else tuple(sym(v) for v in value.reshape(-1))
 
     def evaluate(self, value: Expr) -> Array | None:
-        """The symbolic elements of what this expression computes, if they follow from those of its operands."""
+        """Evaluate an expression symbolically; None unless the elements follow from those of its operands."""
         if isinstance(value, ShapeValue):
             return self.known_value(value)
         if not isinstance(value, Call) or not _may_be_shape(value.ty) or not isinstance(value.callee, Op):
@@ -247,17 +249,17 @@ class BlockBuilder:
                 return None
             operands.append(tuple(known) if isinstance(arg.ty, ShapeType) else known)
         try:
-            found = value.callee.evaluate_symbolic(*operands, **value.attrs)
-        except (TypeError, ValueError, IndexError, ZeroDivisionError):  # no answer before run time
+            result = value.callee.evaluate_symbolic(*operands, **value.attrs)
+        except (TypeError, ValueError, IndexError, ZeroDivisionError):  # depends on run-time values
             return None
-        if found is None:
+        if result is None:
             return None
-        elements = np.asarray(found, dtype=object)
-        return elements if _never_wraps(elements, value.ty) else None
+        elements = np.asarray(result, dtype=object)
+        return elements if _fits_dtype(elements, value.ty) else None
 
 
-def _never_wraps(elements: Array, ty: Type) -> bool:
-    """Whether a tensor of this type holds these values as they are: symbolic ones are taken to fit 32 bits."""
+def _fits_dtype(elements: Array, ty: Type) -> bool:
+    """Whether the values fit the dtype of the type. Symbolic values are assumed to fit int32."""
     assert isinstance(ty, TensorType)
     if ty.dtype == "bool":
         return True
@@ -289,12 +291,12 @@ def _object_array(values: object, shape: tuple[int, ...]) -> Array:
     return array
 
 
-def _hint(expr: Expr) -> str:
+def _default_name(expr: Expr) -> str:
     if isinstance(expr, Call):
         return expr.callee.name
     return {TupleGetItem: "item", Tuple: "pair", If: "branch", Loop: "loop"}.get(type(expr), "v")
 
 
 def result_types(ty: Type) -> tuple[Type, ...]:
-    """The types of a call's results, whether one or a tuple."""
+    """Types of a call's results: the fields of a tuple type, else the type itself."""
     return ty.fields if isinstance(ty, TupleType) else (ty,)

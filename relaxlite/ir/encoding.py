@@ -1,9 +1,8 @@
-"""Tensor programs as bytes: what they are identified by, and what caches keep.
+"""Binary serialization of tensor programs, and their fingerprints: keys and contents of caches.
 
-Programs become tokens, one for each node and each symbolic expression, what is inside before what is outside. In a
-token (kind, field, ...) a node is its number; texts are themselves, numbers are in lists: 7 is node number 7, [7] is
-seven. Every field of every node is written, whatever nodes there are: a new field of the IR cannot be forgotten, which
-would hand out the code of another program.
+A program is serialized as tokens in post-order, one per node and symbolic expression. In a token (kind, field, ...) a
+node is represented by its number, a string by itself, a number by a list: 7 is node number 7, [7] is the integer seven.
+All fields are serialized by reflection: a field left out of a fingerprint would match cached code of another program.
 """
 
 from __future__ import annotations
@@ -22,31 +21,33 @@ from relaxlite import dtypes
 from relaxlite.ir import program as nodes
 from relaxlite.ir.expr import Attrs
 from relaxlite.ir.program import Buffer, TensorProgram
-from relaxlite.ir.symbolic import PAIR_MAKERS, Pair, SymExpr, SymVar, from_terms
+from relaxlite.ir.symbolic import ATOM_CONSTRUCTORS, BinaryAtom, SymExpr, SymVar, from_terms
 
-_PAIRS = {kind.__name__: make for kind, make in PAIR_MAKERS.items()}
-_MARSHAL = 2  # the last version of which equal values have equal bytes
-_NAMES = {(Buffer, "name")}
+_ATOM_CONSTRUCTORS = {kind.__name__: make for kind, make in ATOM_CONSTRUCTORS.items()}
+_MARSHAL = 2  # latest marshal version in which equal values have equal bytes
+_IGNORED_FIELDS = {(Buffer, "name")}
 
 
 def fingerprint(program: TensorProgram) -> str:
-    """64 hexadecimal digits: equal programs of any process have one fingerprint, different ones never share it.
+    """SHA-256 of a program, as 64 hexadecimal digits, the same in every process.
 
-    Only the names of buffers and of symbolic variables and the steps of the schedule are left out. TypeError for a node
-    that holds something that has no exact text.
+    Ignores names of buffers and symbols, and the steps of the schedule. Raises TypeError for a field that has no exact
+    representation.
     """
-    return hashlib.sha256(_bytes_of(program, is_identity=True)).hexdigest()
+    return hashlib.sha256(_serialize(program, is_identity=True)).hexdigest()
 
 
 def encode(*items: Any, symbols: Sequence[SymVar] = ()) -> bytes:
-    """Nodes, expressions, texts and numbers, and tuples of them, as bytes for `decode`, also in another process of this
-    version of Python. Equal items have equal bytes. `symbols`: those that who decodes them will have. TypeError for
-    what is none of these."""
-    return _bytes_of(items, symbols, is_identity=False)
+    """Serialize nodes, symbolic expressions, strings, numbers, and tuples of these, for `decode`.
+
+    `decode` may run in another process of the same Python version. Equal items have equal bytes. `symbols` are symbols
+    that the caller of `decode` passes too. Raises TypeError for an item of another type.
+    """
+    return _serialize(items, symbols, is_identity=False)
 
 
-def _bytes_of(root: Any, symbols: Sequence[SymVar] = (), *, is_identity: bool) -> bytes:
-    writer = _Writer(is_identity=is_identity)
+def _serialize(root: Any, symbols: Sequence[SymVar] = (), *, is_identity: bool) -> bytes:
+    writer = _Encoder(is_identity=is_identity)
     for symbol in symbols:
         writer.expr(symbol)
     writer.write(root)
@@ -54,7 +55,7 @@ def _bytes_of(root: Any, symbols: Sequence[SymVar] = (), *, is_identity: bool) -
 
 
 def decode(data: bytes, symbols: Sequence[SymVar] = ()) -> tuple[Any, ...]:
-    """What was encoded, with new buffers in the place of the old, and new symbols but for these."""
+    """Deserialize the items of `encode`. Buffers are new objects, and so are symbols other than `symbols`."""
     values: list[Any] = list(symbols)
 
     def item_of(item: Any) -> Any:
@@ -71,10 +72,10 @@ def decode(data: bytes, symbols: Sequence[SymVar] = ()) -> tuple[Any, ...]:
         if kind == "sum":
             const, terms = items
             values.append(from_terms(const, [(_monomial([values[a] for a in atoms]), coef) for coef, *atoms in terms]))
-        elif kind in _PAIRS:
-            values.append(_PAIRS[kind](values[items[0]], values[items[1]]))
+        elif kind in _ATOM_CONSTRUCTORS:
+            values.append(_ATOM_CONSTRUCTORS[kind](values[items[0]], values[items[1]]))
         else:
-            values.append(_MAKERS[kind](*[item_of(item) for item in items]))
+            values.append(_CONSTRUCTORS[kind](*[item_of(item) for item in items]))
     result: tuple[Any, ...] = values[-1]
     return result
 
@@ -87,7 +88,7 @@ def _number_of(value: Any, content: bytes | None = None) -> Any:
     return value if content is None else np.frombuffer(content, dtypes.to_numpy(value))[0]
 
 
-_MAKERS: dict[str, Callable[..., Any]] = {
+_CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "Attrs": lambda names, values: Attrs(dict(zip(names, values, strict=True))),
     "SymVar": lambda name, lower, upper, divisor: SymVar(name, lower=lower, upper=upper, divisor=divisor),
     "items": lambda *items: items,
@@ -97,33 +98,33 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 
 @cache
 def _fields_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads the fields of a node of this kind."""
-    if kind.__name__ not in _MAKERS:
+    """Getter of all fields of a node class."""
+    if kind.__name__ not in _CONSTRUCTORS:
         raise TypeError(f"a tensor program holds a {kind.__name__}, whose identity is not known")
-    return _reader([f.name for f in fields(kind)])
+    return _field_getter([f.name for f in fields(kind)])
 
 
 @cache
 def _identity_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads those that belong to its identity."""
+    """Getter of the fields that belong to the fingerprint of a node class."""
     _fields_of(kind)
-    names = [f.name for f in fields(kind) if (kind, f.name) not in _NAMES]
-    return _reader(["identity" if (kind, name) == (TensorProgram, "attrs") else name for name in names])
+    names = [f.name for f in fields(kind) if (kind, f.name) not in _IGNORED_FIELDS]
+    return _field_getter(["identity" if (kind, name) == (TensorProgram, "attrs") else name for name in names])
 
 
-def _reader(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+def _field_getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
     if len(names) > 1:
         return attrgetter(*names)
     return lambda node: tuple([getattr(node, name) for name in names])
 
 
-_ITSELF, _NUMBER, _TUPLE, _EXPR, _ATTRS, _NODE = range(6)
+_VERBATIM, _NUMBER, _TUPLE, _EXPR, _ATTRS, _NODE = range(6)
 
 
 @cache
-def _class_of(kind: Any) -> int:
+def _encoding_of(kind: Any) -> int:
     if issubclass(kind, (str, type(None))):
-        return _ITSELF
+        return _VERBATIM
     if issubclass(kind, (int, float, np.generic)):
         return _NUMBER
     if issubclass(kind, tuple):
@@ -131,7 +132,9 @@ def _class_of(kind: Any) -> int:
     return _EXPR if issubclass(kind, SymExpr) else _ATTRS if issubclass(kind, Attrs) else _NODE
 
 
-class _Writer:
+class _Encoder:
+    """Serializer of nodes and expressions to tokens."""
+
     def __init__(self, *, is_identity: bool) -> None:
         self.tokens: list[tuple[Any, ...]] = []
         self._is_identity = is_identity
@@ -139,8 +142,8 @@ class _Writer:
         self._exprs: dict[SymExpr, int] = {}
 
     def write(self, root: Any) -> None:
-        """By a stack of its own: values may nest deeper than Python's."""
-        stack: list[tuple[Any, tuple[Any, ...] | None]] = [(root, None)]  # with the fields where all below is written
+        """Append tokens of all nodes below `root`, children first. An explicit stack, as values nest deeply."""
+        stack: list[tuple[Any, tuple[Any, ...] | None]] = [(root, None)]  # (node, its fields once children are on it)
         numbers, read = self._numbers, _identity_of if self._is_identity else _fields_of
         while stack:
             node, items = stack.pop()
@@ -149,20 +152,20 @@ class _Writer:
             kind: Any = type(node)
             if items is None:
                 items = node if kind is tuple else read(kind)(node)
-                below: list[Any] = []
-                _add_nodes(items, below)
-                todo = [(child, None) for child in reversed(below) if id(child) not in numbers]
-                if todo:
+                children: list[Any] = []
+                _add_nodes(items, children)
+                pending = [(child, None) for child in reversed(children) if id(child) not in numbers]
+                if pending:
                     stack.append((node, items))
-                    stack += todo
+                    stack += pending
                     continue
             token = ("items" if kind is tuple else kind.__name__, *map(self._item, items))
             numbers[id(node)] = len(self.tokens)
             self.tokens.append(token)
 
     def _item(self, item: Any) -> Any:
-        kind = _class_of(type(item))  # type: ignore[arg-type]
-        if kind == _ITSELF:
+        kind = _encoding_of(type(item))  # type: ignore[arg-type]
+        if kind == _VERBATIM:
             return item
         if kind == _EXPR:
             return self.expr(item)
@@ -183,7 +186,7 @@ class _Writer:
             if isinstance(expr, SymVar):
                 facts = ([expr.lower], [expr.upper], [expr.divisor])
                 number = self._add(("SymVar", *facts) if self._is_identity else ("SymVar", expr.name, *facts))
-            elif isinstance(expr, Pair):
+            elif isinstance(expr, BinaryAtom):
                 number = self._add((type(expr).__name__, self.expr(expr.a), self.expr(expr.b)))
             else:
                 terms = tuple([(coef, *map(self.expr, monomial)) for monomial, coef in expr.terms])
@@ -196,11 +199,11 @@ class _Writer:
         return len(self.tokens) - 1
 
 
-def _add_nodes(items: tuple[Any, ...], found: list[Any]) -> None:
-    """The nodes among these values of fields."""
+def _add_nodes(items: tuple[Any, ...], nodes_found: list[Any]) -> None:
+    """Append the nodes among these field values, those in tuples included."""
     for item in items:
-        kind = _class_of(type(item))  # type: ignore[arg-type]
+        kind = _encoding_of(type(item))  # type: ignore[arg-type]
         if kind == _NODE:
-            found.append(item)
+            nodes_found.append(item)
         elif kind == _TUPLE:
-            _add_nodes(item, found)
+            _add_nodes(item, nodes_found)

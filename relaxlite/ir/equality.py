@@ -1,11 +1,11 @@
-"""Structural equality and hashing: the same up to names of variables, buffers, loop variables and symbols.
+"""Structural equality and hashing of IR nodes, up to renaming of variables, buffers, loop variables and symbols.
 
-Both read a node as a stream of tokens in which every variable is the number of its binding, so that equal nodes have
-equal streams. Ignored: names, source locations, names of constants, the order of a module's definitions, how statements
-are nested in `Seq`, and whether equal values are one object. Not ignored: the facts of symbols, names of definitions
-that are called, attributes (1 is not 1.0), and the bits of constants, but any NaN equals any NaN.
-A variable that is bound outside of the compared nodes equals only itself; symbols that nothing binds in a whole
-function (stage "vm") are matched as they occur.
+A node becomes a stream of tokens in which every variable is the number of its binding; equal nodes have equal streams.
+Ignored: names of variables and constants, source locations, the order of a module's definitions, nesting of `Seq`, and
+sharing of equal values. Compared: facts of symbols, names of called definitions, attributes (1 is not 1.0), and bits of
+constants (all NaNs are equal).
+A variable bound outside of the compared nodes equals only itself. Unbound symbols in a whole function (stage "vm") are
+matched in order of occurrence.
 """
 
 from __future__ import annotations
@@ -81,35 +81,35 @@ Token: TypeAlias = "str | int | tuple[Token, ...] | None"
 
 
 def structural_equal(a: Node, b: Node) -> bool:
-    """Whether two nodes of any level are the same up to names."""
+    """Whether two nodes of any level are structurally equal."""
     return first_difference(a, b) is None
 
 
 def structural_hash(node: Node) -> str:
-    """Equal for structurally equal nodes, in every process: 32 hexadecimal digits."""
-    stream = _Stream(is_stable=True)
+    """Hash of a node, as 32 hexadecimal digits: equal for structurally equal nodes, stable across processes."""
+    stream = _TokenStream(is_stable=True)
     stream.node(node)
     return hashlib.sha256(repr(stream.tokens).encode()).hexdigest()[:32]
 
 
 def first_difference(a: Node, b: Node) -> str | None:
-    """Where two nodes differ, for a message; None if they are structurally equal."""
+    """Describe the first difference of two nodes, for messages; None if they are structurally equal."""
     if a is b:
         return None
     if isinstance(a, IRModule) and isinstance(b, IRModule):
         return _module_difference(a, b)
-    left, right = _Stream(is_stable=False), _Stream(is_stable=False)
+    left, right = _TokenStream(is_stable=False), _TokenStream(is_stable=False)
     left.node(a)
     right.node(b)
     if left.tokens == right.tokens:
         return None
     pairs = enumerate(zip(left.tokens, right.tokens, strict=False))
     position = next((k for k, (x, y) in pairs if x != y), min(len(left.tokens), len(right.tokens)))
-    here, there = left.excerpt_at(position), right.excerpt_at(position)
-    if here != there:
-        return f"`{here}` against `{there}`"
+    left_excerpt, right_excerpt = left.excerpt_at(position), right.excerpt_at(position)
+    if left_excerpt != right_excerpt:
+        return f"`{left_excerpt}` against `{right_excerpt}`"
     tokens = (s.tokens[position] if position < len(s.tokens) else "nothing" for s in (left, right))
-    return f"`{here}`: {' against '.join(map(str, tokens))}"
+    return f"`{left_excerpt}`: {' against '.join(map(str, tokens))}"
 
 
 def _module_difference(a: IRModule, b: IRModule) -> str | None:
@@ -118,14 +118,14 @@ def _module_difference(a: IRModule, b: IRModule) -> str | None:
     if attrs_key(a.attrs) != attrs_key(b.attrs):
         return f"attributes of the module: {a.attrs} against {b.attrs}"
     for name in a:
-        result = first_difference(a[name], b[name])
-        if result is not None:
-            return f"{name}: {result}"
+        difference = first_difference(a[name], b[name])
+        if difference is not None:
+            return f"{name}: {difference}"
     return None
 
 
-class _Stream:
-    """Collects the tokens of a node. `is_stable`: tokens that mean the same in another process."""
+class _TokenStream:
+    """Collector of the tokens of a node. `is_stable`: tokens do not depend on the process."""
 
     def __init__(self, *, is_stable: bool) -> None:
         self.tokens: list[Token] = []
@@ -134,15 +134,15 @@ class _Stream:
         self._numbers: dict[Var | SymVar | Buffer, int] = {}
         self._bound = 0
         self._free: dict[Var | SymVar | Buffer, int] = {}
-        self._is_whole = False  # a whole definition is read: no symbol can come from outside
-        self._texts: dict[tuple[object, ...], str] = {}  # of expressions, for the numbers that symbols had
-        self._keys: dict[Token, int] = {}  # number of a value, by what it is made of
+        self._is_whole = False  # the node is a definition: no symbol is bound outside of it
+        self._texts: dict[tuple[object, ...], str] = {}  # (expression, numbers of its symbols) -> text
+        self._keys: dict[Token, int] = {}  # value numbering: operator and operand numbers -> number
 
     def add(self, *tokens: Token) -> None:
         self.tokens.extend(tokens)
 
     def excerpt_at(self, position: int) -> str:
-        """The line of the statement or binding that a token belongs to."""
+        """First line of the statement or binding that a token belongs to."""
         nodes = [node for start, node in self._marks if start <= position]
         return excerpt(nodes[-1], lines=1) if nodes else str(self.tokens[0])
 
@@ -181,7 +181,7 @@ class _Stream:
         return f"free {self._free.setdefault(node, len(self._free)) if self._is_stable else id(node)}"
 
     def _expr(self, expr: SymExpr) -> str:
-        """The canonical form in terms of symbols that are named by their numbers."""
+        """Canonical text of an expression whose symbols are named by their numbers."""
         if expr.is_const:
             return str(expr.const)
         names = {v: self._use(v) for v in expr.free_vars()}
@@ -369,7 +369,7 @@ class _Stream:
         self.add("end")
 
     def _value(self, root: Value) -> int:
-        """The number of a value: the same for equal values. What a new one is made of becomes a token."""
+        """Value number: the same for equal values. A new number adds a token."""
         numbers: dict[int, int] = {}
         for value in postorder(root):
             key = (*self._head(value), *(numbers[id(child)] for child in value_children(value)))
@@ -400,9 +400,9 @@ class _Stream:
 
 
 def _renamed_text(expr: SymExpr, names: dict[SymVar, str]) -> str:
-    """Which form is canonical depends on the order of names: the same one where the new names sort like the old."""
-    in_order = [names[v] for v in sorted(names, key=lambda v: v.key)]
-    if in_order == sorted(in_order):
+    """Canonical text under new names. Term order depends on names, so rebuild unless the new names sort alike."""
+    new_names = [names[v] for v in sorted(names, key=lambda v: v.key)]
+    if new_names == sorted(new_names):
         return to_text(expr, names.__getitem__)
     return str(substitute(expr, {v: _symbol_named(name) for v, name in names.items()}))
 
@@ -415,15 +415,15 @@ def _symbol_named(name: str) -> SymVar:
 _STATEMENTS = (For, Store, LetIndex, IfThenElse, Allocate, Check, Prefetch, Barrier, CallLibrary, Seq)
 _VALUES = (Literal, Load, Unary, Binary, Compare, Select, Cast, IndexValue, Intrinsic, AddressOf, LibraryFound)
 _DEFINITIONS: dict[type, Callable[..., None]] = {
-    Function: _Stream._function,
-    TensorProgram: _Stream._program,
-    ExternFunction: _Stream._extern,
-    Body: _Stream._body,
+    Function: _TokenStream._function,
+    TensorProgram: _TokenStream._program,
+    ExternFunction: _TokenStream._extern,
+    Body: _TokenStream._body,
 }
 
 
 def _number_key(literal: Literal) -> str:
-    """1 and 1.0 are the same float32, 1 and True the same bool; 0.0 and -0.0 differ."""
+    """Text of a literal as its dtype: 1 and 1.0 are one float32, 1 and True one bool; 0.0 and -0.0 differ."""
     if literal.dtype == "bool":
         return str(bool(literal.value))
     return number_text(float(literal.value) if dtypes.is_float(literal.dtype) else literal.value)

@@ -1,7 +1,7 @@
-"""Graph-level expressions: what a function's body is made of, in A-normal form.
+"""Graph-level expressions and functions, in A-normal form.
 
 Every operand is a leaf (`Var`, `Constant`, `ShapeValue`, `GlobalVar`); every compound expression is bound to a `Var`.
-One `Call` node serves all three levels: the kind of its callee says which.
+One `Call` node serves all three levels; the kind of its callee determines the level.
 Nodes are frozen and compared by identity; `structural_equal` (ir/equality.py) compares by structure.
 """
 
@@ -26,7 +26,7 @@ AttrValue: TypeAlias = "int | float | str | bool | tuple[AttrValue, ...] | None"
 
 
 class Attrs(Mapping[str, "AttrValue"]):
-    """An immutable, hashable mapping of attribute names to values, in order of the names."""
+    """Immutable, hashable mapping of attribute names to values, sorted by name."""
 
     __slots__ = ("_values",)
 
@@ -56,21 +56,22 @@ NO_ATTRS = Attrs()
 
 
 def make_attrs(values: Mapping[str, AttrValue]) -> Attrs:
+    """Convert a mapping to `Attrs`; an `Attrs` is returned as it is."""
     return values if isinstance(values, Attrs) else Attrs(values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Var:
-    """A graph-level variable; identity counts, the name is for people."""
+    """Graph-level variable, compared by identity. The name is for messages and the text form."""
 
     name: str
     ty: Type
-    loc: str | None = None  # where it comes from: an ONNX node, a Python line
+    loc: str | None = None  # source location: an ONNX node, a Python line
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A tensor known at compile time. `value` is never written to, and C-contiguous until constants are packed."""
+    """Tensor known at compile time. `value` is read-only, and C-contiguous until constants are packed."""
 
     value: Array
     ty: TensorType
@@ -78,20 +79,21 @@ class Constant:
 
     @staticmethod
     def of(value: object, dtype: str | None = None, name: str | None = None) -> Constant:
+        """Constant of a number or array. Raises TypeError for a NumPy dtype that has no counterpart."""
         array = np.asarray(value, dtype=None if dtype is None else dtypes.to_numpy(dtype))
-        result = dtypes.from_numpy(array.dtype)
-        if result is None:
+        element_type = dtypes.from_numpy(array.dtype)
+        if element_type is None:
             raise TypeError(
                 f"a constant of NumPy type {array.dtype} has no relaxlite type; cast it to one of {dtypes.ALL}"
             )
         if not array.flags.c_contiguous:
             array = array.copy(order="C")
-        return Constant(array, TensorType.of(array.shape, result), name)
+        return Constant(array, TensorType.of(array.shape, element_type), name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapeValue:
-    """A tuple of symbolic integers as a value: the shape operand of reshape, broadcast_to, ..."""
+    """Tuple of symbolic integers as a value: the shape operand of reshape, broadcast_to, ..."""
 
     values: tuple[SymExpr, ...]
 
@@ -102,7 +104,7 @@ class ShapeValue:
 
 @dataclass(frozen=True, slots=True)
 class GlobalVar:
-    """The name of a Function, TensorProgram or ExternFunction of the module."""
+    """Reference by name to a Function, TensorProgram or ExternFunction of the module."""
 
     name: str
 
@@ -116,11 +118,11 @@ Leaf: TypeAlias = Var | Constant | ShapeValue | GlobalVar
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """callee(args, attrs). Of an `Op`: graph level. Of a `GlobalVar`: a tensor program, library routine or function.
+    """Call callee(args, attrs) of an op, or of a tensor program, library routine or function (`GlobalVar`, `Var`).
 
-    `sym_args` are the extra symbolic arguments of a tensor program, one per symbol of the program.
-    A call of a program in value form passes its inputs only and yields its outputs; in destination-passing form it
-    passes inputs and outputs and yields nothing (`ty` is the empty tuple).
+    `sym_args` are the symbolic arguments of a tensor program, one per symbol of the program.
+    A call of a program in value form passes inputs and returns outputs. A call in destination-passing form passes
+    inputs and outputs and returns nothing (`ty` is the empty tuple).
     """
 
     callee: Op | GlobalVar | Var
@@ -133,6 +135,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tuple:
+    """Tuple of leaves."""
+
     fields: tuple[Expr, ...]
 
     @property
@@ -142,6 +146,8 @@ class Tuple:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TupleGetItem:
+    """Field `index` of a tuple value."""
+
     value: Expr
     index: int
 
@@ -153,7 +159,7 @@ class TupleGetItem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class If:
-    """`cond` is a bool tensor of one element. Both bodies yield values of type `ty`."""
+    """Conditional expression. `cond` is a bool tensor of one element. Both bodies yield values of type `ty`."""
 
     cond: Expr
     then_body: Body
@@ -164,11 +170,11 @@ class If:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loop:
-    """while cond: (cond, *params) = body(*params); yields the final params as a tuple.
+    """Loop `while cond: (cond, *params) = body(*params)`; yields the final params as a tuple.
 
     `cond` is the first condition (a bool tensor of one element); `body.result` is Tuple(next condition, next values).
-    Symbols that stand alone in the params' types are bound anew at each iteration, as by a function's parameters, so a
-    value may change its size from one iteration to the next.
+    A symbol that is a whole dimension in the params' types is rebound at each iteration, as by a function's parameters,
+    so shapes may change between iterations.
     """
 
     params: tuple[Var, ...]
@@ -185,7 +191,7 @@ Expr: TypeAlias = "Leaf | Call | Tuple | TupleGetItem | If | Loop"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Let:
-    """var = value"""
+    """Binding var = value."""
 
     var: Var
     value: Expr
@@ -193,7 +199,7 @@ class Let:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatchShape:
-    """var = source, checked at run time to have this shape; symbols not defined before are bound by it.
+    """Binding var = source with a run-time check of the shape; binds symbols that are not defined before.
 
     `source` is a tensor, or a value of ShapeType. `var` has the type of the source with `shape` as its shape.
     """
@@ -209,7 +215,7 @@ Binding: TypeAlias = "Let | MatchShape"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A run of bindings. A dataflow block is pure: no effects, no control flow; its dead bindings may be removed."""
+    """Sequence of bindings. A dataflow block has no side effects and no control flow; dead bindings are removable."""
 
     bindings: tuple[Binding, ...]
     is_dataflow: bool = True
@@ -217,18 +223,19 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Body:
-    """Blocks, then the value that they make."""
+    """Blocks of bindings, then the result: a leaf, or a tuple of leaves."""
 
     blocks: tuple[Block, ...]
     result: Expr
 
     def bindings(self) -> tuple[Binding, ...]:
+        """Bindings of all blocks, in order."""
         return tuple(b for block in self.blocks for b in block.bindings)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Function:
-    """A graph-level function. Symbols that stand alone in the parameters' types are bound by a call."""
+    """Graph-level function. A call binds each symbol that is a whole dimension in the parameters' types."""
 
     params: tuple[Var, ...]
     body: Body
@@ -241,7 +248,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExternFunction:
-    """A library routine in destination-passing style: `symbol(inputs..., outputs...)`."""
+    """Library routine in destination-passing style: `symbol(inputs..., outputs...)`."""
 
     symbol: str
     params: tuple[Type, ...]

@@ -1,6 +1,6 @@
-"""Text of functions -> `Function`; the syntax stands in printer.py.
+"""Parser of graph-level functions: text -> `Function`. The docstring of printer.py defines the syntax.
 
-Types come from the annotations, so nothing is inferred; attributes that an op's call leaves out get their defaults.
+Types come from annotations; none are inferred. Omitted attributes of an op get their defaults.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from relaxlite.ir.expr import (
     Var,
 )
 from relaxlite.ir.op import Op, all_ops, get_op
-from relaxlite.ir.reader import Arguments, Reader, is_call
+from relaxlite.ir.parser_base import CallArguments, ParserBase, is_call
 from relaxlite.ir.types import UNIT, TensorType, Type
 
 _NOT_BINDING = "expected `y: Tensor(...) = op(x)`, a call, `y: T` before an `if`, @loop, or a `with` block"
 
 
-class FunctionParser(Reader):
-    """Parses one function. `scope` holds its variables and symbols; `names` the module's definitions."""
+class FunctionParser(ParserBase):
+    """Parser of one function. `scope` maps names to variables and symbols; `names` maps identifiers to definitions."""
 
     def __init__(
         self, lines: list[str], scope: dict[str, object], names: dict[str, str], constants: Sequence[Constant]
@@ -50,6 +50,7 @@ class FunctionParser(Reader):
         self._constants = constants
 
     def function(self, node: ast.FunctionDef, attrs: Attrs) -> Function:
+        """Parse a function definition. Raises ParseError."""
         params = self._params(node)
         return Function(params, self._body(node.body, node, None), attrs)
 
@@ -57,16 +58,16 @@ class FunctionParser(Reader):
         return tuple(self._var(arg, arg.arg, arg.annotation, None) for arg in self.parameters(node))
 
     def _var(self, node: ast.AST, ident: str, annotation: ast.expr | None, loc: str | None) -> Var:
-        """Define a variable: `T`, or `var(T, name=..., loc=...)`; `loc` is the place that its value has."""
+        """Define a variable annotated `T` or `var(T, name=..., loc=...)`; `loc` is the default source location."""
         if annotation is None:
             self.fail(node, f"{ident} needs a type: {ident}: Tensor(...)")
         name = ident
         if is_call(annotation, "var"):
             arguments = self.arguments(annotation)
-            given, place = arguments.take("name"), arguments.take("loc")
+            own_name, own_loc = arguments.take("name"), arguments.take("loc")
             self.finish(arguments, (1,), "var")
-            name = ident if given is None else self.string(given)
-            loc = loc if place is None else self._loc(place)
+            name = ident if own_name is None else self.string(own_name)
+            loc = loc if own_loc is None else self._loc(own_loc)
             annotation = arguments.positional[0]
         return self.define(node, ident, Var(name, self.type(annotation), loc))
 
@@ -77,18 +78,18 @@ class FunctionParser(Reader):
     # bodies
 
     def _body(self, stmts: list[ast.stmt], parent: ast.AST, target: str | None) -> Body:
-        """`target`: what a branch assigns last; without it, the body ends with `return`."""
+        """Parse a body that ends with an assignment to `target`, or with `return` if `target` is None."""
         *rest, last = stmts
         blocks: list[Block] = []
-        run: list[ast.stmt] = []
+        open_stmts: list[ast.stmt] = []
         for stmt in rest:
             if not isinstance(stmt, ast.With):
-                run.append(stmt)
+                open_stmts.append(stmt)
                 continue
-            self._close(run, blocks)
-            run = []
+            self._close_block(open_stmts, blocks)
+            open_stmts = []
             blocks.append(Block(self._bindings(stmt.body), self._is_dataflow(stmt)))
-        self._close(run, blocks)
+        self._close_block(open_stmts, blocks)
         if target is None and isinstance(last, ast.Return) and last.value is not None:
             return Body(tuple(blocks), self._result(last.value))
         if target is not None and isinstance(last, ast.Assign) and self.target(last) == target:
@@ -96,8 +97,8 @@ class FunctionParser(Reader):
         expected = "return value" if target is None else f"{target} = value"
         self.fail(last, f"this body must end with `{expected}`")
 
-    def _close(self, run: list[ast.stmt], blocks: list[Block]) -> None:
-        bindings = self._bindings(run)
+    def _close_block(self, open_stmts: list[ast.stmt], blocks: list[Block]) -> None:
+        bindings = self._bindings(open_stmts)
         if bindings:
             blocks.append(Block(bindings, is_dataflow=False))
 
@@ -112,21 +113,21 @@ class FunctionParser(Reader):
 
     def _bindings(self, stmts: Iterable[ast.stmt]) -> tuple[Binding, ...]:
         bindings: list[Binding] = []
-        announced: ast.AnnAssign | None = None
+        declaration: ast.AnnAssign | None = None
         for stmt in stmts:
             if isinstance(stmt, ast.If):
-                if announced is None:
+                if declaration is None:
                     self.fail(stmt, "the result of an `if` is announced in front of it: `y: Tensor(...)`")
-                bindings.append(self._if(announced, stmt))
-                announced = None
-            elif announced is not None:
-                self.fail(announced, "this announces the result of an `if`, which must follow")
+                bindings.append(self._if(declaration, stmt))
+                declaration = None
+            elif declaration is not None:
+                self.fail(declaration, "this announces the result of an `if`, which must follow")
             elif isinstance(stmt, ast.AnnAssign) and stmt.value is None:
-                announced = stmt
+                declaration = stmt
             elif not self.symbol_statement(stmt) and not isinstance(stmt, ast.Pass):
                 bindings.append(self._binding(stmt))
-        if announced is not None:
-            self.fail(announced, "this announces the result of an `if`, which must follow")
+        if declaration is not None:
+            self.fail(declaration, "this announces the result of an `if`, which must follow")
         return tuple(bindings)
 
     def _binding(self, stmt: ast.stmt) -> Binding:
@@ -156,10 +157,10 @@ class FunctionParser(Reader):
         source, shape = self._value(call.args[0], None), self.exprs(call.args[1])
         return MatchShape(self._var(stmt, ident, stmt.annotation, loc), source, shape, loc)
 
-    def _if(self, announced: ast.AnnAssign, stmt: ast.If) -> Let:
-        if not isinstance(announced.target, ast.Name):
-            self.fail(announced, "only one plain name can be announced")
-        ident, ty = announced.target.id, self._annotated_type(announced.annotation)
+    def _if(self, declaration: ast.AnnAssign, stmt: ast.If) -> Let:
+        if not isinstance(declaration.target, ast.Name):
+            self.fail(declaration, "only one plain name can be announced")
+        ident, ty = declaration.target.id, self._annotated_type(declaration.annotation)
         test, loc = stmt.test, None
         if is_call(test, "branch"):
             arguments = self.arguments(test)
@@ -170,7 +171,7 @@ class FunctionParser(Reader):
             self.fail(stmt, f"both branches must give {ident} a value; `else:` is missing")
         cond = self._value(test, None)
         bodies = [self._body(stmts, stmt, ident) for stmts in (stmt.body, stmt.orelse)]
-        return Let(self._var(announced, ident, announced.annotation, loc), If(cond, bodies[0], bodies[1], ty, loc))
+        return Let(self._var(declaration, ident, declaration.annotation, loc), If(cond, bodies[0], bodies[1], ty, loc))
 
     def _loop(self, node: ast.FunctionDef) -> Let:
         call = node.decorator_list[0] if len(node.decorator_list) == 1 else None
@@ -191,7 +192,7 @@ class FunctionParser(Reader):
     # expressions
 
     def _value(self, node: ast.expr, ty: Type | None) -> Expr:
-        """An expression; `ty` is the type of a call that does not say its own."""
+        """Parse an expression; `ty` is the type of a call without `ty=`."""
         if isinstance(node, ast.Name):
             return self._name(node)
         if isinstance(node, ast.Tuple):
@@ -199,7 +200,7 @@ class FunctionParser(Reader):
         if isinstance(node, ast.Subscript):
             index = self.integer(node.slice)
             if isinstance(node.value, ast.Name) and node.value.id == "constants":
-                return self._pooled(node, index)
+                return self._table_constant(node, index)
             return TupleGetItem(self._value(node.value, None), index)
         if is_call(node, "const"):
             return self._const(node)
@@ -223,7 +224,7 @@ class FunctionParser(Reader):
             self.fail(node, f"unknown variable {node.id}", near=(node.id, [*known, *self._names]))
         return self.lookup(node, Var, "variable")
 
-    def _pooled(self, node: ast.expr, index: int) -> Constant:
+    def _table_constant(self, node: ast.expr, index: int) -> Constant:
         if not 0 <= index < len(self._constants):
             self.fail(node, f"constants[{index}] is not in the table, which has {len(self._constants)} rows")
         return self._constants[index]
@@ -261,7 +262,7 @@ class FunctionParser(Reader):
             self.fail(node, "a call inside another expression must be bound to a variable first, or say its ty=...")
         return Call(callee, args, attrs, sym_args, self.type(ty) if ty is not None else default or UNIT, loc)
 
-    def _callee(self, node: ast.Call, arguments: Arguments) -> GlobalVar | Var:
+    def _callee(self, node: ast.Call, arguments: CallArguments) -> GlobalVar | Var:
         if arguments.positional:
             callee = self._value(arguments.positional.pop(0), None)
             if isinstance(callee, GlobalVar | Var):

@@ -1,4 +1,4 @@
-"""One object for each key, which nobody but its users keeps alive."""
+"""Intern tables: one live object per key, held by weak references."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ T = TypeVar("T")
 
 
 class _Reference(weakref.ref[T]):
-    """A weak reference that knows its key."""
+    """Weak reference with the key of its object."""
 
     __slots__ = ("key",)
 
     key: tuple[object, ...]
 
 
-class Interned(Generic[T]):
-    """A table of weak references. `references.get(key)` is for those who make objects by the ten thousand:
-    weakref.WeakValueDictionary is Python behind Python, half of what making a symbolic expression took."""
+class InternTable(Generic[T]):
+    """Thread-safe table of weak references to interned objects.
+
+    Hot paths read `references` directly; weakref.WeakValueDictionary is slower (docs/measurements/ircore.md).
+    """
 
     def __init__(self) -> None:
         self.references: dict[tuple[object, ...], _Reference[T]] = {}
-        self._lock = threading.RLock()  # while it is held, an object may die, whose end changes the table too
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: an object may die under the lock, and its callback changes the table
 
-    def keep(self, key: tuple[object, ...], made: T) -> T:
-        """The one object of this key: `made`, unless another thread was faster."""
-        reference = _Reference(made, self._forget)
+    def intern(self, key: tuple[object, ...], candidate: T) -> T:
+        """Intern `candidate` under `key`. Returns the object of another thread if that was interned first."""
+        reference = _Reference(candidate, self._forget)
         reference.key = key
         with self._lock:
-            earlier = self.references.get(key)
-            result = None if earlier is None else earlier()
+            existing = self.references.get(key)
+            result = None if existing is None else existing()
             if result is None:
                 self.references[key] = reference
-                return made
+                return candidate
         return result
 
     def _forget(self, reference: _Reference[T]) -> None:
         with self._lock:
-            if self.references.get(reference.key) is reference:  # else there is a new one of the same form
+            if self.references.get(reference.key) is reference:  # else the key has a newer object
                 del self.references[reference.key]

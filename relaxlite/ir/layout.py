@@ -1,4 +1,4 @@
-"""Where the elements of a buffer lie."""
+"""Row-major offsets of buffer elements."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ANALYZER = Analyzer()
 
 
 def flat_offset(shape: Iterable[SymExpr], indices: Iterable[SymExpr]) -> SymExpr:
-    """The row-major position of an element, counted in elements.
+    """Row-major offset of an element, in elements.
 
-    Where loops were fused, the indices hold t // m and t % m of one loop variable: t // m * m + t % m is t again.
+    Indices of fused loops contain t // m and t % m of one loop variable; t // m * m + t % m simplifies to t.
     """
     return _flat_offset(tuple(shape), tuple(indices))
 
 
-@functools.lru_cache(maxsize=1024)  # many passes ask for the strides of the same accesses
+@functools.lru_cache(maxsize=1024)  # many passes compute strides of the same accesses
 def _flat_offset(shape: tuple[SymExpr, ...], indices: tuple[SymExpr, ...]) -> SymExpr:
     total, divides = sym(0), False
     for dim, index in zip(shape, indices, strict=True):

@@ -1,4 +1,4 @@
-"""IRModule: named functions of all three levels, immutable."""
+"""IRModule: immutable collection of named definitions of all three levels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Definition: TypeAlias = "Function | TensorProgram | ExternFunction"
 
 
 class IRModule(Mapping[str, Definition]):
-    """An immutable mapping of names to definitions, in order; the entry function is "main"."""
+    """Immutable, ordered mapping of names to definitions. The entry function is "main"."""
 
     __slots__ = ("_definitions", "attrs")
 
@@ -31,19 +31,21 @@ class IRModule(Mapping[str, Definition]):
         return len(self._definitions)
 
     def functions(self) -> dict[str, Function]:
+        """Graph-level functions by name."""
         return {name: d for name, d in self.items() if isinstance(d, Function)}
 
     def programs(self) -> dict[str, TensorProgram]:
+        """Tensor programs by name."""
         return {name: d for name, d in self.items() if isinstance(d, TensorProgram)}
 
     def updated(self, changes: Mapping[str, Definition | None]) -> IRModule:
-        """A module with these definitions added, replaced, or (None) removed; itself if nothing changes."""
+        """Module with definitions added, replaced, or removed (None); the same object if nothing changes."""
         if all(self._definitions.get(name) is d for name, d in changes.items()):
             return self
         merged = {**self._definitions, **changes}
         return IRModule({name: d for name, d in merged.items() if d is not None}, self.attrs)
 
     def __str__(self) -> str:
-        from relaxlite.ir.printer import print_module  # the printer knows every node; the module knows none of it
+        from relaxlite.ir.printer import print_module  # a cycle: the printer imports modules
 
         return print_module(self)

@@ -1,4 +1,4 @@
-"""The op registry: one declaration per op.
+"""Operator registry: one declaration per op.
 
 To add an op, write one class in one file of relaxlite/ir/ops/ (or in your own package) and call `register` on it:
 
@@ -21,8 +21,8 @@ To add an op, write one class in one file of relaxlite/ir/ops/ (or in your own p
             yield Sample(("n", 3))
 
 The builder function `ops.square(x)`, printing, parsing, validation, the documentation table and the conformance tests
-(reference against compiled code, at several sizes of every symbol) all derive from it.
-An op that is made of others overrides `decompose` instead of `lower`.
+(reference against compiled code, at several sizes of every symbol) all derive from the declaration.
+An op composed of other ops overrides `decompose` instead of `lower`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 
 class _Required:
+    """Type of `REQUIRED`, the default of a mandatory attribute."""
+
     def __repr__(self) -> str:
         return "required"
 
@@ -56,10 +58,9 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True, slots=True)
 class Attr:
-    """A keyword-only attribute: its kind and default.
+    """Keyword-only attribute of an op: kind, default, and allowed values (`choices`; empty: any).
 
-    Kinds: "int", "float", "str", "bool", "ints", "floats", "dtype", or "tuple" (of anything).
-
+    Kinds: "int", "float", "str", "bool", "ints", "floats", "dtype", or "tuple" (of any values).
     A default of None makes the attribute optional.
     """
 
@@ -68,16 +69,19 @@ class Attr:
     choices: tuple[AttrValue, ...] = ()
 
     def check(self, op: str, name: str, value: Any) -> AttrValue:
-        """The value in canonical form (lists become tuples, NumPy scalars Python ones)."""
+        """Value in canonical form: lists become tuples, NumPy scalars Python numbers.
+
+        Raises InvalidArgumentError for a value of another kind or not among the choices.
+        """
         if value is None and self.default is None:
             return None
         try:
-            result = _COERCE[self.kind](value)
+            canonical = _COERCE[self.kind](value)
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(f"{op}: attribute {name}={value!r} is not of kind {self.kind}") from error
-        if self.choices and result not in self.choices:
-            raise InvalidArgumentError(f"{op}: attribute {name}={result!r} is not one of {self.choices}")
-        return result
+        if self.choices and canonical not in self.choices:
+            raise InvalidArgumentError(f"{op}: attribute {name}={canonical!r} is not one of {self.choices}")
+        return canonical
 
 
 def _as_int(value: Any) -> int:
@@ -106,11 +110,12 @@ _COERCE: dict[str, Callable[[Any], AttrValue]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Operand shapes and attributes that a conformance test runs: dims are ints or names of symbols.
+    """Test case of an op for the conformance tests: operand shapes, dtypes, data, attributes.
 
-    `shapes`: one tuple per operand (for an operand that is a shape, the values themselves: ints or symbol names).
+    `shapes`: one tuple per operand, of ints or symbol names (for a shape operand: its values).
     `dtypes`: one per operand, "float32" by default; "shape" marks a shape operand.
-    `make`: overrides how one operand's data is drawn: index -> (shape, rng) -> array.
+    `make`: operand index -> generator of its data, (shape, rng) -> array.
+    `tolerance`: absolute and relative, against the reference.
     """
 
     shapes: tuple[tuple[int | str, ...], ...]
@@ -121,55 +126,60 @@ class Sample:
 
 
 class Op:
-    """An operator. Subclasses are singletons made by `register`; calling one builds a typed `Call`."""
+    """Operator. Subclasses are singletons created by `register`; calling an op builds a typed `Call`."""
 
     name: ClassVar[str]
-    operands: ClassVar[tuple[str, ...]]  # "*xs": any number, last; "x?": optional, trailing
+    operands: ClassVar[tuple[str, ...]]  # "*xs": variadic, last; "x?": optional, trailing
     attrs: ClassVar[Mapping[str, Attr]] = {}
     is_symbolic: ClassVar[bool] = False  # `reference` also works on object arrays of SymExpr (shape computations)
     is_pure: ClassVar[bool] = True
-    reads_apart: ClassVar[bool] = False  # of an operand that a result updates, it writes nothing that it still reads
+    reads_apart: ClassVar[bool] = False  # with a result in place of an operand, no element is read after its store
 
-    # What an op declares. Operands arrive positionally, attributes by keyword.
+    # Declared by each op. Operands are positional, attributes are keywords.
 
     def infer(self, *operands: Any, **attrs: Any) -> Type:
-        """Operand expressions -> result type (a TupleType for several results). Raise through `fail`."""
+        """Infer the result type from operand expressions; a TupleType for several results. Raises through `fail`."""
         raise TypeError(f"op {self.name} declares no type rule")
 
     def lower(self, *operands: Any, **out_and_attrs: Any) -> Stmt:
-        """Buffers (a ShapeValue operand arrives as a tuple of SymExpr) -> loops that fill `out` (one, or a tuple)."""
+        """Lower to loops that fill `out`, one or several buffers. Operands: buffers, or shapes as SymExpr tuples."""
         raise TypeError(f"op {self.name} has no loops of its own")
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
-        """The same result made of other ops, or None to keep the op."""
+        """Decompose a call into other ops; None keeps the op."""
         return None
 
     def reference(self, *operands: Any, **attrs: Any) -> Any:
-        """NumPy arrays (shape operands as tuples of int) -> NumPy array, or a tuple of them."""
+        """Compute the result with NumPy: an array or tuple of arrays. Shape operands are tuples of int."""
         raise TypeError(f"op {self.name} has no NumPy reference")
 
     def evaluate_symbolic(self, *operands: Any, **attrs: Any) -> Any:
-        """Like `reference`, on object arrays of SymExpr; None when the result has no symbolic value."""
+        """Evaluate on object arrays of SymExpr, as `reference` does on numbers; None without a symbolic value."""
         return self.reference(*operands, **attrs) if self.is_symbolic else None
 
     def samples(self) -> Iterable[Sample]:
-        """What the conformance tests run; an op without samples is tested elsewhere."""
+        """Test cases for the conformance tests; an op without samples is tested elsewhere."""
         return ()
 
-    # What follows is derived.
+    # Derived from the declaration.
 
     @property
     def has_lowering(self) -> bool:
+        """Whether the op overrides `lower`."""
         return type(self).lower is not Op.lower
 
     def __call__(self, *operands: Any, loc: str | None = None, **attrs: Any) -> Call:
-        """A typed call. Operands: expressions; numbers and arrays become constants, tuples of ints shape values."""
+        """Build a typed call. Numbers and arrays become constants, tuples of ints shape values.
+
+        Raises InvalidArgumentError for wrong operand counts or attributes, TypeInferenceError for wrong types.
+        """
         args = tuple(as_expr(x) for x in operands if x is not None)
         self.check_count(len(args))
         checked = self.check_attrs(attrs)
         return Call(self, args, checked, (), self.infer(*args, **checked), loc)
 
     def check_attrs(self, attrs: Mapping[str, Any]) -> Attrs:
+        """Canonical attributes with defaults. Raises InvalidArgumentError for unknown, missing or wrong attributes."""
         for name in attrs:
             if name not in self.attrs:
                 raise InvalidArgumentError(f"{self.name}: unknown attribute {name!r}; it takes {sorted(self.attrs)}")
@@ -182,16 +192,18 @@ class Op:
         return make_attrs(values)
 
     def check_count(self, count: int) -> None:
-        least = sum(1 for o in self.operands if o[0] != "*" and o[-1] != "?")
-        most = None if any(o[0] == "*" for o in self.operands) else len(self.operands)
-        if count < least or (most is not None and count > most):
+        """Raise InvalidArgumentError unless the op takes this number of operands."""
+        minimum = sum(1 for o in self.operands if o[0] != "*" and o[-1] != "?")
+        maximum = None if any(o[0] == "*" for o in self.operands) else len(self.operands)
+        if count < minimum or (maximum is not None and count > maximum):
             raise InvalidArgumentError(f"{self.name}: takes operands ({', '.join(self.operands)}), got {count}")
 
     def fail(self, message: str) -> NoReturn:
+        """Raise TypeInferenceError with the name of the op."""
         raise TypeInferenceError(f"{self.name}: {message}")
 
     def tensor(self, operand: Expr, name: str = "operand") -> TensorType:
-        """The operand's type, which must be a tensor of known shape."""
+        """Type of a tensor operand of known shape. Raises TypeInferenceError for any other operand."""
         ty = operand.ty
         if not isinstance(ty, TensorType):
             self.fail(f"{name} must be a tensor, got {ty}")
@@ -200,7 +212,7 @@ class Op:
         return ty
 
     def shape(self, operand: Expr, name: str = "shape") -> tuple[SymExpr, ...]:
-        """The values of a shape operand, which must be known symbolically."""
+        """Symbolic values of a shape operand. Raises TypeInferenceError for any other operand or unknown values."""
         ty = operand.ty
         if not isinstance(ty, ShapeType):
             self.fail(f"{name} must be a shape, got {ty}")
@@ -217,12 +229,13 @@ _registry: dict[str, Op] = {}
 
 
 def register(cls: OpClass) -> OpClass:
-    """Class decorator: make the op known under its name. The docstring is the op's documentation."""
+    """Class decorator: register an instance of the op under its name. The docstring is the op's documentation."""
     register_op(cls())
     return cls
 
 
 def register_op(op: Op) -> Op:
+    """Register an op. Raises InvalidArgumentError for a missing docstring or a name that is taken."""
     if not op.__doc__ and sys.flags.optimize < 2:  # python -OO strips docstrings
         raise InvalidArgumentError(f"op {op.name} needs a docstring")
     if op.name in _registry:
@@ -232,12 +245,12 @@ def register_op(op: Op) -> Op:
 
 
 def get_op(name: str) -> Op:
-    """The op of this name; KeyError when there is none."""
+    """Registered op of this name. Raises KeyError for an unknown name."""
     return _registry[name]
 
 
 def all_ops() -> Iterator[Op]:
-    """Every registered op, by name."""
+    """All registered ops, sorted by name."""
     return iter([_registry[name] for name in sorted(_registry)])
 
 
@@ -245,7 +258,7 @@ _LISTS, _NUMBERS, _LEAVES = tuple | list, int | float | np.ndarray | np.generic,
 
 
 def as_expr(value: Any) -> Expr:
-    """Numbers and arrays as constants, tuples of integers (symbolic too) as shape values; expressions pass through."""
+    """Convert an operand: numbers and arrays to constants, tuples of (symbolic) integers to shape values."""
     if isinstance(value, _LISTS):
         return ShapeValue(syms(value))
     if isinstance(value, _NUMBERS) and not isinstance(value, SymExpr):
@@ -254,8 +267,10 @@ def as_expr(value: Any) -> Expr:
 
 
 def is_leaf(expr: object) -> bool:
+    """Whether an expression is a variable, constant or shape value."""
     return isinstance(expr, _LEAVES)
 
 
 def shape_value(values: Iterable[IntLike]) -> ShapeValue:
+    """Shape operand of integers, symbolic or not."""
     return ShapeValue(syms(values))

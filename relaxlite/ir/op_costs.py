@@ -1,27 +1,27 @@
-"""What one scalar operation costs: one table for passes, profiles and the thread rule of the code generator."""
+"""Cost in FLOPs of scalar operations, for passes, profiles and the thread rule of the code generator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from relaxlite.ir.intrinsics import (
-    BITS,
-    DOT2_INT16,
-    DOT4_BYTES,
+    BITCAST_TO_FLOAT32,
+    DOT2_PACKED_BF16,
+    DOT2_PACKED_INT16,
+    DOT4_PACKED_U8S8,
     DOT_PRODUCTS,
     LOOKUP,
     NARROW,
-    NEAREST,
-    PACKED_BYTES,
-    PAIR,
-    PAIRS,
+    PACK_BF16,
+    PACK_BYTES,
+    ROUND_TO_INT32,
 )
 from relaxlite.ir.program import Binary, Intrinsic, Stmt, Unary, Value
 from relaxlite.ir.program_visitor import all_values, walk_values
 
-# FLOPs of one operation. What hardware does in one instruction counts 1, division and square root 4 as is customary, a
-# fused multiply-add 2; functions count what our own float32 code for them takes (codegen/llvm/math.py), about. What
-# moves, compares, chooses or converts counts nothing. Operations on integers count like those on floats, bools nothing.
+# FLOPs per operation. One instruction counts 1, a fused multiply-add 2, division and square root 4 as is customary.
+# Functions count about the operations of our float32 code (codegen/llvm/math.py). Moves, comparisons, selects and
+# conversions count 0. Integer operations count like those on floats; operations on bool count 0.
 FLOPS: Mapping[str, int] = {
     **dict.fromkeys(
         ("add", "sub", "mul", "min", "max", "maxnum", "neg", "abs", "sign", "floor", "ceil", "round", "trunc"), 1
@@ -29,15 +29,15 @@ FLOPS: Mapping[str, int] = {
     **dict.fromkeys(("and", "or", "xor", "not", "bitwise_not", "shift_left", "shift_right"), 1),
     **dict.fromkeys(("div", "sqrt", "floordiv", "truncdiv", "floormod", "fmod"), 4),
     "fma": 2,
-    DOT4_BYTES: 8,
+    DOT4_PACKED_U8S8: 8,
     LOOKUP: 0,
-    PACKED_BYTES: 0,
+    PACK_BYTES: 0,
     NARROW: 0,
-    BITS: 0,
-    NEAREST: 1,
-    PAIR: 0,
-    PAIRS: 4,
-    DOT2_INT16: 4,
+    BITCAST_TO_FLOAT32: 0,
+    ROUND_TO_INT32: 1,
+    PACK_BF16: 0,
+    DOT2_PACKED_BF16: 4,
+    DOT2_PACKED_INT16: 4,
     **{name: 2 * dot.length for name, dot in DOT_PRODUCTS.items()},
     "isnan": 0,
     "isinf": 0,
@@ -50,18 +50,18 @@ FLOPS: Mapping[str, int] = {
 
 
 def flops_of(op: str) -> int:
-    """1 for an operation that the table lacks: no model fails to compile because its cost is not known exactly."""
+    """FLOPs of one operation; 1 for an operation that the table lacks."""
     return FLOPS.get(op, 1)
 
 
 def value_flops(*values: Value) -> int:
-    """FLOPs to compute the values; a part that they share counts once."""
+    """FLOPs to compute the values; shared subexpressions count once."""
     parts = {id(part): part for value in values for part in walk_values(value)}
     return sum(_operation_flops(part) for part in parts.values())
 
 
 def stmt_flops(stmt: Stmt) -> int:
-    """FLOPs of all values inside a statement, each once: those of one element where it is a nest of loops."""
+    """FLOPs of all values inside a statement, each counted once: for a loop nest, the FLOPs of one iteration."""
     parts = {id(part): part for part in all_values(stmt)}
     return sum(_operation_flops(part) for part in parts.values())
 

@@ -1,6 +1,6 @@
-"""Text -> IRModule: the inverse of the printer, for every construct.
+"""Parser of modules: text -> IRModule, the inverse of the printer for every construct.
 
-The syntax stands in printer.py and program_printer.py. Nothing in the text is evaluated.
+The docstrings of printer.py and program_printer.py define the syntax. Nothing in the text is evaluated.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from relaxlite.ir.expr import (
 )
 from relaxlite.ir.function_parser import FunctionParser
 from relaxlite.ir.module import Definition, IRModule
+from relaxlite.ir.parser_base import CallArguments, ParserBase, is_call, place_error
 from relaxlite.ir.program_parser import ProgramParser
-from relaxlite.ir.reader import Arguments, Reader, is_call, place_error
 from relaxlite.ir.text import content_digest
 from relaxlite.ir.types import TensorType
 
@@ -31,9 +31,9 @@ _NOT_TOP = "expected @function, @program, `name = extern(...)`, `n = symbol(...)
 
 
 def parse_module(text: str, constants: Sequence[Constant | Array] = ()) -> IRModule:
-    """The module that `print_module` printed. `constants`: see `module_constants`; not needed if they are embedded.
+    """Parse the text of `print_module`. `constants`: those of `module_constants`, unless the text embeds them.
 
-    Raises ParseError, which shows the line.
+    Raises ParseError with line and column.
     """
     lines = text.split("\n")
     try:
@@ -48,17 +48,18 @@ def parse_module(text: str, constants: Sequence[Constant | Array] = ()) -> IRMod
         raise place_error(lines, 1, 0, str(error)) from None
 
 
-class ModuleParser(Reader):
-    """Parses the statements of a module."""
+class ModuleParser(ParserBase):
+    """Parser of the statements of a module."""
 
     def __init__(self, lines: list[str], constants: Sequence[Constant | Array]) -> None:
         super().__init__(lines)
-        self._given = constants
+        self._constant_values = constants
         self._constants: list[Constant] = []
         self._attrs = Attrs()
         self._definitions: dict[str, Definition] = {}
 
     def module(self, tree: ast.Module) -> IRModule:
+        """Parse all definitions. Raises ParseError."""
         names = self._global_names(tree.body)
         for stmt in tree.body:
             if self.symbol_statement(stmt):
@@ -76,7 +77,7 @@ class ModuleParser(Reader):
         return IRModule(self._definitions, self._attrs)
 
     def _global_names(self, stmts: list[ast.stmt]) -> dict[str, str]:
-        """Identifier -> name of every definition: a function may call one that follows it."""
+        """Collect identifier -> name of every definition, as calls may precede definitions."""
         names = {}
         for stmt in stmts:
             call: ast.expr | None = None
@@ -104,7 +105,7 @@ class ModuleParser(Reader):
             self.fail(node.returns, "the type of the result is that of what the body returns")
         if is_call(decorator, "program"):
             return ProgramParser(self.lines).program(node, self.arguments(decorator), self.scope)
-        arguments = Arguments(node, [])
+        arguments = CallArguments(node, [])
         if is_call(decorator, "function"):
             arguments = self.arguments(decorator)
         elif not isinstance(decorator, ast.Name) or decorator.id != "function":
@@ -143,10 +144,10 @@ class ModuleParser(Reader):
             array = self._decoded(data, shape, dtype)
             return Constant(array, TensorType.of(array.shape, dtype), title)
         index = len(self._constants)
-        if index >= len(self._given):
+        if index >= len(self._constant_values):
             self.fail(call, f"the elements of constants[{index}] are not in the text; pass parse_module(constants=...)")
-        given = self._given[index]
-        constant = given if isinstance(given, Constant) else Constant.of(given, name=title)
+        source = self._constant_values[index]
+        constant = source if isinstance(source, Constant) else Constant.of(source, name=title)
         if constant.value.shape != shape or constant.ty.dtype != dtype:
             self.fail(call, f"constants[{index}] is given as {constant.ty}, the text says {shape} {dtype}")
         if digest is not None and content_digest(constant.value) != self.string(digest):

@@ -1,16 +1,16 @@
-"""Patterns of graph-level expressions, for rewriting.
+"""Pattern matching on graph-level expressions, for rewrite rules.
 
     x = wildcard("x")
     p = is_op("mul", commutative=True)(x, is_op("sigmoid")(x))          # x * sigmoid(x)
     matcher = Matcher.of_body(function.body)
-    found = matcher.match(p, var)
-    if found is None:
+    match = matcher.match(p, var)
+    if match is None:
         note(f"not rewritten: {matcher.reason}")
-    elif found.is_removable:                                            # nothing else uses what was matched
-        rewrite(found["x"])
+    elif match.is_removable:                                            # no use outside of the match
+        rewrite(match["x"])
 
-Variables are followed to the values that `Let` binds them to, not through a MatchShape. A name that occurs twice must
-match the same value both times. Alternatives and orders of operands are tried until everything fits.
+Matching follows variables through `Let`, not through `MatchShape`. A name that occurs twice must match the same value
+both times. Alternatives and operand orders are tried with backtracking.
 """
 
 from __future__ import annotations
@@ -42,46 +42,48 @@ from relaxlite.records import dataclass
 
 _RESOLUTION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
-Check = Callable[[Expr, "Matcher"], str | None]  # why an expression is refused, or None
-Then = Callable[[], bool]  # the rest of a match
+MatchCheck = Callable[[Expr, "Matcher"], str | None]  # reason for a mismatch, or None
+Continuation = Callable[[], bool]  # continuation: match the rest of the pattern
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """What an expression must look like. Immutable: every method gives a new pattern."""
+    """Pattern of an expression: any expression that passes the checks. Immutable; methods return new patterns."""
 
     name: str | None = None
-    checks: tuple[Check, ...] = ()
+    checks: tuple[MatchCheck, ...] = ()
 
     def named(self, name: str) -> Pattern:
-        """Capture what matches under a name."""
+        """Capture the matched expression under a name."""
         return replace(self, name=name)
 
     def where(self, check: Callable[[Expr], bool], reason: str) -> Pattern:
-        """A condition on the matched expression (a variable, if it was matched as one)."""
+        """Add a condition on the matched expression, which may be a variable; `reason` explains a mismatch."""
         return self._checked(lambda expr, _: None if check(expr) else reason)
 
     def has_dtype(self, *dtypes: str) -> Pattern:
+        """Require a tensor of one of these dtypes."""
         reason = f"dtype is not {' or '.join(dtypes)}"
         return self.where(lambda e: isinstance(e.ty, TensorType) and e.ty.dtype in dtypes, reason)
 
     def has_rank(self, rank: int) -> Pattern:
+        """Require a tensor or shape of this rank."""
         reason = f"rank is not {rank}"
         return self.where(lambda e: isinstance(e.ty, TensorType | ShapeType) and e.ty.rank == rank, reason)
 
     def has_attr(self, **attrs: AttrValue) -> Pattern:
-        """The call has these values of attributes."""
+        """Require a call with these attribute values."""
 
         def check(expr: Expr, matcher: Matcher) -> str | None:
-            result = matcher.value_of(expr)
-            have = result.attrs if isinstance(result, Call) else {}
-            wrong = [name for name, value in attrs.items() if name not in have or have[name] != value]
-            return f"attribute {wrong[0]} is {have.get(wrong[0])}, not {attrs[wrong[0]]}" if wrong else None
+            call = matcher.value_of(expr)
+            actual = call.attrs if isinstance(call, Call) else {}
+            wrong = [name for name, value in attrs.items() if name not in actual or actual[name] != value]
+            return f"attribute {wrong[0]} is {actual.get(wrong[0])}, not {attrs[wrong[0]]}" if wrong else None
 
         return self._checked(check)
 
     def used_once(self) -> Pattern:
-        """Nothing but the matched expression uses this variable."""
+        """Require that a matched variable has exactly one use."""
 
         def check(expr: Expr, matcher: Matcher) -> str | None:
             if not isinstance(expr, Var):
@@ -91,7 +93,7 @@ class Pattern:
 
         return self._checked(check)
 
-    def _checked(self, check: Check) -> Pattern:
+    def _checked(self, check: MatchCheck) -> Pattern:
         return replace(self, checks=(*self.checks, check))
 
     def __or__(self, other: Pattern) -> Pattern:
@@ -99,55 +101,59 @@ class Pattern:
 
     @property
     def root_ops(self) -> tuple[str, ...]:
-        """The ops of which a call is what matches; none: it may be something else than a call."""
+        """Names of the ops whose calls can match; empty if other expressions can match."""
         return ()
 
-    def fits(self, expr: Expr, state: _State, then: Then) -> bool:
-        """Whether the expression has this form in a way that lets the rest of the match, `then`, succeed."""
+    def fits(self, expr: Expr, state: _MatchState, then: Continuation) -> bool:
+        """Match the expression, then the rest of the pattern by the continuation `then`; backtracks on failure."""
         return then()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Alternatives(Pattern):
+    """Pattern that matches if one of its options does."""
+
     options: tuple[Pattern, ...] = ()
 
     @property
     def root_ops(self) -> tuple[str, ...]:
-        result = [option.root_ops for option in self.options]
-        return tuple(dict.fromkeys(name for names in result for name in names)) if all(result) else ()
+        options = [option.root_ops for option in self.options]
+        return tuple(dict.fromkeys(name for names in options for name in names)) if all(options) else ()
 
     def __or__(self, other: Pattern) -> Pattern:
         return _Alternatives(options=(*self.options, other))
 
-    def fits(self, expr: Expr, state: _State, then: Then) -> bool:
+    def fits(self, expr: Expr, state: _MatchState, then: Continuation) -> bool:
         return any(state.match(option, expr, then) for option in self.options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Constant(Pattern):
+    """Pattern of a constant, optionally of one value; see `is_const`."""
+
     value: float | int | bool | None = None
     ulps: int = 0
 
-    def fits(self, expr: Expr, state: _State, then: Then) -> bool:
+    def fits(self, expr: Expr, state: _MatchState, then: Continuation) -> bool:
         value = state.matcher.value_of(expr)
         if not isinstance(value, Constant):
-            return state.refuse(f"{_shown(expr)} is no constant")
+            return state.refuse(f"{_describe(expr)} is no constant")
         if self.value is not None and not (value.value.size and self._equals(value)):
             return state.refuse(f"the constant is not {self.value}")
         state.follow(expr)
         return then()
 
-    def _equals(self, found: Constant) -> bool:
+    def _equals(self, constant: Constant) -> bool:
         assert self.value is not None
         if not self.ulps:
-            return bool(np.all(found.value == self.value))
-        step = _RESOLUTION.get(found.ty.dtype, 0.0) * abs(self.value)
-        return bool(np.all(np.abs(found.value.astype(np.float64) - self.value) <= self.ulps * step))
+            return bool(np.all(constant.value == self.value))
+        step = _RESOLUTION.get(constant.ty.dtype, 0.0) * abs(self.value)
+        return bool(np.all(np.abs(constant.value.astype(np.float64) - self.value) <= self.ulps * step))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpPattern(Pattern):
-    """A call of one of these ops; call the pattern with patterns of the operands, or leave them open."""
+    """Pattern of a call of one of these ops. Calling the pattern sets operand patterns; by default, any match."""
 
     ops: tuple[str, ...] = ()
     commutative: bool = False
@@ -160,10 +166,10 @@ class OpPattern(Pattern):
     def __call__(self, *operands: Pattern) -> OpPattern:
         return replace(self, operands=operands)
 
-    def fits(self, expr: Expr, state: _State, then: Then) -> bool:
+    def fits(self, expr: Expr, state: _MatchState, then: Continuation) -> bool:
         value = state.matcher.value_of(expr)
         if not isinstance(value, Call) or not isinstance(value.callee, Op) or value.callee.name not in self.ops:
-            return state.refuse(f"{_shown(expr)} is no {' or '.join(self.ops)}")
+            return state.refuse(f"{_describe(expr)} is no {' or '.join(self.ops)}")
         state.follow(expr)
         if self.operands is None:
             return then()
@@ -177,46 +183,50 @@ class OpPattern(Pattern):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Field(Pattern):
+    """Pattern of a tuple field; see `is_field`."""
+
     source: Pattern = field(default_factory=Pattern)
     index: int | None = None
 
-    def fits(self, expr: Expr, state: _State, then: Then) -> bool:
+    def fits(self, expr: Expr, state: _MatchState, then: Continuation) -> bool:
         value = state.matcher.value_of(expr)
         if not isinstance(value, TupleGetItem) or self.index not in (None, value.index):
-            return state.refuse(f"{_shown(expr)} is no field {'' if self.index is None else self.index} of a tuple")
+            return state.refuse(f"{_describe(expr)} is no field {'' if self.index is None else self.index} of a tuple")
         state.follow(expr)
         return state.match(self.source, value.value, then)
 
 
 def wildcard(name: str | None = None) -> Pattern:
-    """Anything."""
+    """Pattern that matches any expression, captured under `name`."""
     return Pattern(name)
 
 
 def is_op(*names: str, commutative: bool = False) -> OpPattern:
-    """A call of one of the ops; `commutative`: its two operands may stand in either order."""
+    """Pattern of a call of one of the ops; `commutative`: its two operands match in either order."""
     return OpPattern(ops=names, commutative=commutative)
 
 
 def is_const(value: float | int | bool | None = None, *, ulps: int = 0) -> Pattern:
-    """A constant, all of whose elements are `value` if that is given, give or take `ulps` units in the last place of
-    its dtype: for numbers like sqrt(2), which every exporter rounds in its own way."""
+    """Pattern of a constant; `value`, unless None, is the value of all its elements.
+
+    `ulps`: tolerance in units in the last place of the dtype, as exporters round numbers like sqrt(2) differently.
+    """
     return _Constant(value=value, ulps=ulps)
 
 
 def is_field(source: Pattern, index: int | None = None) -> Pattern:
-    """One result of what yields several."""
+    """Pattern of field `index` (None: any field) of a tuple that matches `source`."""
     return _Field(source=source, index=index)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What matched: `root`, captures by name, and the variables between root and captures, root first."""
+    """Result of a match: root expression, captures by name, and variables between root and captures, root first."""
 
     root: Expr
     captures: Mapping[str, Expr]
     inner: tuple[Var, ...]
-    is_removable: bool  # nothing outside of the match uses a variable of `inner` other than the root
+    is_removable: bool  # variables of `inner` other than the root have no use outside of the match
 
     def __getitem__(self, name: str) -> Expr:
         return self.captures[name]
@@ -224,9 +234,9 @@ class Match:
 
 @dataclass(slots=True)
 class Matcher:
-    """Matches expressions of one body. `reason`: why the last match failed.
+    """Matcher of expressions of one body. `reason`: why the last match failed.
 
-    `uses`: how often each variable is used; without it nothing is known to be used once, or removable.
+    `uses`: use counts of variables; if None, no variable counts as used once, and no match as removable.
     """
 
     bindings: Mapping[Var, Expr]
@@ -235,18 +245,19 @@ class Matcher:
 
     @staticmethod
     def of_body(body: Body) -> Matcher:
-        """With the bindings and uses of a body and of every body nested in it."""
+        """Matcher with the bindings and use counts of a body and all nested bodies."""
         return Matcher(let_values(body), Counter(body_uses(body)))
 
     def value_of(self, expr: Expr) -> Expr:
-        """What a variable is bound to, also by way of other variables; any other expression itself."""
+        """Resolve a variable to the expression it is bound to, transitively; any other expression is returned."""
         while isinstance(expr, Var) and expr in self.bindings:
             expr = self.bindings[expr]
         return expr
 
     def match(self, pattern: Pattern, expr: Expr) -> Match | None:
+        """Match an expression; None on failure, with `reason` set."""
         self.reason = ""
-        state = _State(self)
+        state = _MatchState(self)
         if not state.match(pattern, expr, lambda: True):
             return None
         self.reason = ""
@@ -259,12 +270,12 @@ class Matcher:
 
 
 def match(pattern: Pattern, expr: Expr, bindings: Mapping[Var, Expr], uses: Counter[Var] | None = None) -> Match | None:
-    """Match once; a `Matcher` also keeps the reason of a failure."""
+    """Match one expression; None on failure. A `Matcher` also records the reason of a failure."""
     return Matcher(bindings, uses).match(pattern, expr)
 
 
 def let_values(body: Body) -> dict[Var, Expr]:
-    """Variable -> value for every Let of a body and of those nested in it."""
+    """Map variable -> value for every Let of a body and all nested bodies."""
     exprs: dict[Var, Expr] = {}
     for binding in body.bindings():
         if isinstance(binding, Let):
@@ -274,8 +285,8 @@ def let_values(body: Body) -> dict[Var, Expr]:
     return exprs
 
 
-class _State:
-    """Captures and variables of a match under way; what fails leaves no trace."""
+class _MatchState:
+    """State of a match in progress: captures and matched variables, restored on failure."""
 
     def __init__(self, matcher: Matcher) -> None:
         self.matcher = matcher
@@ -283,38 +294,41 @@ class _State:
         self.inner: dict[Var, None] = {}
 
     def refuse(self, reason: str) -> bool:
+        """Record the reason of a mismatch; False."""
         self.matcher.reason = reason
         return False
 
     def follow(self, expr: Expr) -> None:
-        """The match goes through this variable."""
+        """Record the variables between `expr` and its value as part of the match."""
         while isinstance(expr, Var) and expr in self.matcher.bindings:
             self.inner[expr] = None
             expr = self.matcher.bindings[expr]
 
-    def match(self, pattern: Pattern, expr: Expr, then: Then) -> bool:
-        captures, inner = dict(self.captures), dict(self.inner)
+    def match(self, pattern: Pattern, expr: Expr, then: Continuation) -> bool:
+        captures, inner = dict(self.captures), dict(self.inner)  # to backtrack to
         if pattern.fits(expr, self, lambda: self._accept(pattern, expr) and then()):
             return True
         self.captures, self.inner = captures, inner
         return False
 
-    def match_all(self, pairs: tuple[tuple[Pattern, Expr], ...], then: Then) -> bool:
+    def match_all(self, pairs: tuple[tuple[Pattern, Expr], ...], then: Continuation) -> bool:
         if not pairs:
             return then()
         (pattern, expr), *rest = pairs
         return self.match(pattern, expr, lambda: self.match_all(tuple(rest), then))
 
     def _accept(self, pattern: Pattern, expr: Expr) -> bool:
-        """The checks and the capture of a pattern whose form fits."""
+        """Run the checks of a pattern whose structure matches, and capture the expression under its name."""
         for check in pattern.checks:
             reason = check(expr, self.matcher)
             if reason is not None:
                 return self.refuse(reason)
         if pattern.name is None:
             return True
-        known = self.captures.setdefault(pattern.name, expr)
-        return _is_same(known, expr) or self.refuse(f"{pattern.name} is both {_shown(known)} and {_shown(expr)}")
+        captured = self.captures.setdefault(pattern.name, expr)
+        return _is_same(captured, expr) or self.refuse(
+            f"{pattern.name} is both {_describe(captured)} and {_describe(expr)}"
+        )
 
 
 def _operands(expr: Expr) -> tuple[Expr, ...]:
@@ -333,7 +347,7 @@ def _is_same(a: Expr, b: Expr) -> bool:
     return a is b or (isinstance(a, GlobalVar) and a == b)
 
 
-def _shown(expr: Expr) -> str:
+def _describe(expr: Expr) -> str:
     if isinstance(expr, Var):
         return expr.name
     if isinstance(expr, Call):

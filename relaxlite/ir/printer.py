@@ -1,4 +1,4 @@
-"""Modules and functions as text: valid Python syntax that `parse_module` reads back, one statement per line.
+"""Printer of modules and functions, as Python syntax that `parse_module` parses back, one statement per line.
 
     constants = [
         constant((384, 384), "float32", hash="0b5f...", name="w"),
@@ -19,17 +19,17 @@
         v: Tensor((k, 384), "float32") = match_shape(w, (k, 384))
         return v
 
-`with dataflow():` is a dataflow block; other statements form a block that is none (`with block():` where two meet).
-`w: T` announces the result of the `if` that follows, and each branch assigns it last. A loop is a nested function:
+`with dataflow():` is a dataflow block; other statements form a block that is not (`with block():` separates two).
+`w: T` declares the result of the `if` that follows; each branch assigns it last. A loop is a nested function:
 
         @loop(cond, x)
         def out(x_1: Tensor((m, 4), "float32")) -> Tuple(Tensor(rank=2, dtype="float32")):
             return (next_cond, next_x)
 
-An annotation is the variable's type: parsing infers nothing. Where a call's own type differs, it has `ty=`. `loc=` is
-the call's place, and the variable's; `var(T, name=..., loc=...)` says otherwise. A symbol is declared where it first
-occurs. A call without result stands alone. Large constants stand in a table by dtype, shape and hash; their elements
-come from `module_constants`, or from the table itself (`embed=True`).
+An annotation is the variable's type: the parser infers no types. A call whose type differs has `ty=`. `loc=` is the
+source location of the call and the variable; `var(T, name=..., loc=...)` overrides it. A symbol is declared before the
+line of its first use. A call without result is a statement. Large constants are listed in a table by shape, dtype and
+hash; their elements are those of `module_constants`, or in the table itself (`embed=True`).
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.program_printer import ProgramWriter, print_program, print_stmt, print_value
 from relaxlite.ir.text import (
-    Names,
-    Writer,
+    TextWriter,
+    UniqueNames,
     array_text,
     attr_items,
     content_digest,
@@ -103,8 +103,8 @@ __all__ = [
     "print_value",
 ]
 
-MAX_INLINE = 16  # elements of a constant that is printed where it is used
-CALL_WORDS = ("call", "const", "global_var", "match_shape", "op", "shape")  # called, but no ops
+MAX_INLINE = 16  # elements of a constant that is printed inline
+CALL_WORDS = ("call", "const", "global_var", "match_shape", "op", "shape")  # called in the text form, but not ops
 _STATEMENTS = (For, Store, LetIndex, IfThenElse, Allocate, Check, Prefetch, Barrier, CallLibrary, Seq)
 _DECLARATION = re.compile(r"\s*\w+ = symbol\(")
 CALL_KEYWORDS = ("sym", "ty", "loc", "attrs")
@@ -113,8 +113,8 @@ EXTERN_KEYWORDS = ("outputs", "name", "attrs")
 
 
 def print_module(module: IRModule, *, embed: bool = False) -> str:
-    """The module as text; with `embed`, large constants too."""
-    pool = _Pool()
+    """Print a module; with `embed`, including the elements of large constants."""
+    pool = _ConstantTable()
     sections = _sections(module, pool)
     table = [pool.table(embed=embed)] if pool.constants else []
     head = [f"module({', '.join(attr_items(module.attrs, ('attrs',)))})\n"] if module.attrs else []
@@ -122,23 +122,23 @@ def print_module(module: IRModule, *, embed: bool = False) -> str:
 
 
 def module_constants(module: IRModule) -> list[Constant]:
-    """What `constants[0]`, `constants[1]`, ... are in the module's text."""
-    pool = _Pool()
+    """Constants that the text of the module refers to as `constants[0]`, `constants[1]`, ..."""
+    pool = _ConstantTable()
     _sections(module, pool)
     return pool.constants
 
 
 def print_function(name: str, function: Function) -> str:
-    """One function as text; what it calls need not exist."""
-    pool = _Pool()
-    writer = _FunctionWriter(pool, Names([identifier(name)]), {})
+    """Print one function; its callees need not exist."""
+    pool = _ConstantTable()
+    writer = _FunctionWriter(pool, UniqueNames([identifier(name)]), {})
     writer.function(name, identifier(name), function)
     return f"{pool.table(embed=False)}\n{writer.text()}" if pool.constants else writer.text()
 
 
 def print_expr(expr: Expr | Binding) -> str:
-    """An expression or binding as text, for messages (operands of large constants show as `constants[k]`)."""
-    writer = _FunctionWriter(_Pool(), Names(), {})
+    """Print an expression or binding, for messages; large constants are shown as `constants[k]`."""
+    writer = _FunctionWriter(_ConstantTable(), UniqueNames(), {})
     if isinstance(expr, ControlFlow):
         expr = Let(Var("_", expr.ty, expr.loc), expr)
     if isinstance(expr, Let | MatchShape):
@@ -148,30 +148,30 @@ def print_expr(expr: Expr | Binding) -> str:
 
 
 def print_type(ty: Type) -> str:
-    """A type as text, for messages."""
-    return _FunctionWriter(_Pool(), Names(), {}).type(ty)
+    """Print a type, for messages."""
+    return _FunctionWriter(_ConstantTable(), UniqueNames(), {}).type(ty)
 
 
 def excerpt(node: Expr | Binding | Stmt, *, lines: int = 3) -> str:
-    """The first lines of a node as text, without declarations of symbols: for error messages."""
+    """Print the first lines of a node, without declarations of symbols, for error messages."""
     is_loop_level = isinstance(node, _STATEMENTS)
     text = print_stmt(node) if is_loop_level else print_expr(node)  # type: ignore[arg-type]
-    kept = [line for line in text.split("\n") if not _DECLARATION.match(line)]
-    return "\n".join(kept[:lines] + ["    ..."] * (lines > 1 and len(kept) > lines))
+    shown = [line for line in text.split("\n") if not _DECLARATION.match(line)]
+    return "\n".join(shown[:lines] + ["    ..."] * (lines > 1 and len(shown) > lines))
 
 
-def _sections(module: IRModule, pool: _Pool) -> list[str]:
-    """One text per definition."""
-    top = Names()
+def _sections(module: IRModule, pool: _ConstantTable) -> list[str]:
+    """Text of each definition."""
+    top = UniqueNames()
     idents = {name: top.bind(name, name) for name in module}
     sections = []
     for name, definition in module.items():
         if isinstance(definition, TensorProgram):
-            programs = ProgramWriter(Names())
+            programs = ProgramWriter(UniqueNames())
             programs.program(name, idents[name], definition)
             sections.append(programs.text())
             continue
-        writer = _FunctionWriter(pool, Names(idents.values()), idents)
+        writer = _FunctionWriter(pool, UniqueNames(idents.values()), idents)
         if isinstance(definition, Function):
             writer.function(name, idents[name], definition)
         else:
@@ -180,8 +180,8 @@ def _sections(module: IRModule, pool: _Pool) -> list[str]:
     return sections
 
 
-class _Pool:
-    """Constants too large to print where they are used."""
+class _ConstantTable:
+    """Table of constants too large to print inline."""
 
     def __init__(self) -> None:
         self.constants: list[Constant] = []
@@ -199,10 +199,10 @@ class _Pool:
 
     def _row(self, constant: Constant, embed: bool) -> str:
         array = constant.value
-        what = f"hash={quote(content_digest(array))}"
+        content = f"hash={quote(content_digest(array))}"
         if embed:
-            what = f"data={quote(base64.b64encode(array.tobytes()).decode())}"
-        items = [tuple_text(map(str, array.shape)), quote(str(dtypes.from_numpy(array.dtype))), what]
+            content = f"data={quote(base64.b64encode(array.tobytes()).decode())}"
+        items = [tuple_text(map(str, array.shape)), quote(str(dtypes.from_numpy(array.dtype))), content]
         return f"constant({', '.join(items + _constant_name(constant))})"
 
 
@@ -210,12 +210,12 @@ def _constant_name(constant: Constant) -> list[str]:
     return [] if constant.name is None else [f"name={quote(constant.name)}"]
 
 
-class _FunctionWriter(Writer):
-    """Writes functions, bodies and expressions. `idents`: of the module's definitions; empty when it is not known."""
+class _FunctionWriter(TextWriter):
+    """Printer of functions, bodies and expressions. `idents`: name -> identifier of definitions; empty if unknown."""
 
-    def __init__(self, pool: _Pool, names: Names, idents: Mapping[str, str]) -> None:
+    def __init__(self, pool: _ConstantTable, names: UniqueNames, idents: Mapping[str, str]) -> None:
         super().__init__(names)
-        self._pool = pool
+        self._table = pool
         self._idents = dict(idents)
         self._is_closed = bool(idents)
         self._types: dict[Type, str] = {}
@@ -238,7 +238,7 @@ class _FunctionWriter(Writer):
         self.emit(f"{ident} = extern({', '.join(items + attr_items(extern.attrs, EXTERN_KEYWORDS))})")
 
     def _declare(self, var: Var, loc: str | None, *, is_public: bool = False) -> str:
-        """`name: type`, where `loc` is the place that the value says already."""
+        """Declaration `name: type`; `loc` is the source location that the printed value has already."""
         ident = self.names.bind(var, var.name)
         items = name_items(var.name, shown=ident if is_public else None)
         items += [] if var.loc == loc else [f"loc={quote(var.loc) if var.loc is not None else None}"]
@@ -248,7 +248,7 @@ class _FunctionWriter(Writer):
     # bodies
 
     def _body(self, body: Body, result: str) -> None:
-        is_open = False  # the last block was printed without a `with`
+        is_open = False  # the previous block was printed without a `with`
         for block in body.blocks:
             is_open = not block.is_dataflow and bool(block.bindings) and not is_open
             self._block(block, is_open)
@@ -282,13 +282,13 @@ class _FunctionWriter(Writer):
             self.emit(f"{self._declare(var, loc)} = {self.value(binding.value, var.ty)}")
 
     def _is_statement(self, let: Let) -> bool:
-        """Whether the binding is printed as its value alone: a call without result, like most calls after lowering."""
+        """Whether a binding is printed as a statement: a call without result, as in destination-passing style."""
         value, var = let.value, let.var
         return isinstance(value, Call) and var.ty == value.ty == UNIT and var.loc == value.loc and var not in self._used
 
     def _if(self, var: Var, value: If) -> None:
         cond = self.value(value.cond)
-        extra = self._extra(value, var.ty)
+        extra = self._own_keywords(value, var.ty)
         self.emit(self._declare(var, value.loc))
         ident = self.names.get(var)
         self.emit(f"if branch({', '.join([cond, *extra])}):" if extra else f"if {cond}:")
@@ -299,7 +299,7 @@ class _FunctionWriter(Writer):
             self._body(value.else_body, f"{ident} =")
 
     def _loop(self, var: Var, value: Loop) -> None:
-        items = [self.value(value.cond), *map(self.value, value.inits), *self._extra(value, var.ty)]
+        items = [self.value(value.cond), *map(self.value, value.inits), *self._own_keywords(value, var.ty)]
         ident, _, annotation = self._declare(var, value.loc).partition(": ")
         params = [self._declare(p, None) for p in value.params]
         self.emit(f"@loop({', '.join(items)})")
@@ -307,15 +307,15 @@ class _FunctionWriter(Writer):
         with self.indented():
             self._body(value.body, "return")
 
-    def _extra(self, value: Call | If | Loop, ty: Type | None) -> list[str]:
-        """What the variable's declaration does not say."""
+    def _own_keywords(self, value: Call | If | Loop, ty: Type | None) -> list[str]:
+        """Keywords of a value for the type and location that the variable's declaration does not imply."""
         items = [] if ty == value.ty else [f"ty={self.type(value.ty)}"]
         return items if value.loc is None else [*items, f"loc={quote(value.loc)}"]
 
     # expressions
 
     def value(self, expr: Expr, ty: Type | None = None) -> str:
-        """The text of an expression; `ty` is the type that its variable shows."""
+        """Print an expression; `ty` is the printed type of its variable."""
         if isinstance(expr, Var):
             return self.names.get(expr) or self.names.bind(expr, expr.name)
         if isinstance(expr, Call):
@@ -339,13 +339,13 @@ class _FunctionWriter(Writer):
         else:
             function, args = "call", [self.value(call.callee), *args]
         sym = [f"sym={self.dims(call.sym_args)}"] if call.sym_args else []
-        items = [*args, *attr_items(call.attrs, CALL_KEYWORDS), *sym, *self._extra(call, ty)]
+        items = [*args, *attr_items(call.attrs, CALL_KEYWORDS), *sym, *self._own_keywords(call, ty)]
         return f"{function}({', '.join(items)})"
 
     def _constant(self, constant: Constant) -> str:
         array = constant.value
         if array.size > MAX_INLINE:
-            return f"constants[{self._pool.index(constant)}]"
+            return f"constants[{self._table.index(constant)}]"
         dtype = quote(str(dtypes.from_numpy(array.dtype)))
         if array.size == 0 and array.shape != (0,):
             items = ["[]", dtype, f"shape={tuple_text(map(str, array.shape))}"]

@@ -1,10 +1,10 @@
 """Loop-level tensor programs: loops over buffers, in destination-passing style.
 
-Indices, extents and guards are symbolic integers (ir/symbolic.py); everything that depends on *data* is a `Value`.
-An index that comes from data is bound to a symbol by `LetIndex` first.
-`Select` is lazy: a `Load` in the branch not taken is never performed, so it may lie outside its buffer.
-`Unary` and `Binary` name scalar functions; their tables and dtype rules stand here, their meaning in
-ir/scalar_functions.py (NumPy) and codegen/llvm (machine code).
+Indices and extents are symbolic integers (ir/symbolic.py); everything that depends on *data* is a `Value`.
+A data-dependent index is bound to a symbol by `LetIndex`.
+`Select` is lazy: a `Load` in the branch not taken is not executed, so its indices may be out of bounds.
+`Unary` and `Binary` name scalar functions. This module has their names and dtype rules; ir/scalar_functions.py (NumPy)
+and codegen/llvm implement them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GpuAxis: TypeAlias = OneOf["block_x", "block_y", "block_z", "thread_x", "thread_
 LoopKind: TypeAlias = OneOf[
     "serial", "parallel", "vectorized", "unrolled", "block_x", "block_y", "block_z", "thread_x", "thread_y", "thread_z"
 ]
-Convention: TypeAlias = OneOf["c", "status", "arrays"]
-Scope: TypeAlias = OneOf["global", "local"]  # local: registers or stack, of constant size
+CallingConvention: TypeAlias = OneOf["c", "status", "arrays"]
+MemoryScope: TypeAlias = OneOf["global", "local"]  # local: registers or stack, of constant size
 
 UNARY = (
     "neg", "not", "bitwise_not", "abs", "sign", "sqrt", "floor", "ceil", "round", "trunc", "exp", "log", "log1p",
@@ -44,30 +44,35 @@ _BOOL_RESULT = ("not", "isnan", "isinf")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """A dense row-major array. Identity counts."""
+    """Dense row-major array, compared by identity."""
 
     name: str
     shape: tuple[SymExpr, ...]
     dtype: DType
-    scope: Scope = "global"
+    scope: MemoryScope = "global"
 
     @staticmethod
-    def of(name: str, shape: Iterable[IntLike], dtype: DType, scope: Scope = "global") -> Buffer:
+    def of(name: str, shape: Iterable[IntLike], dtype: DType, scope: MemoryScope = "global") -> Buffer:
+        """Buffer of a shape of ints or symbolic integers."""
         return Buffer(name, syms(shape), dtype, scope)
 
     def __getitem__(self, indices: IntLike | tuple[IntLike, ...]) -> Load:
-        """b[i, j]: a Load."""
+        """Build a load: `b[i, j]`."""
         return Load(self, syms(indices if isinstance(indices, tuple) else (indices,)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Literal:
+    """Scalar constant."""
+
     value: int | float | bool
     dtype: DType
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
+    """Load of one element."""
+
     buffer: Buffer
     indices: tuple[SymExpr, ...]
 
@@ -78,6 +83,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unary:
+    """Scalar function of one operand; the result has its dtype, or bool."""
+
     op: str  # one of UNARY
     x: Value
 
@@ -88,8 +95,11 @@ class Unary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Binary:
-    """Both operands have the same dtype, which is the result's. `div` is true division of floats; integer division is
-    `floordiv` or `truncdiv`. `min` and `max` give NaN when an operand is NaN. `pow` of integers wraps."""
+    """Scalar function of two operands of one dtype, which is also the result's.
+
+    `div` divides floats; integer division is `floordiv` or `truncdiv`. `min` and `max` propagate NaN. `pow` of integers
+    wraps.
+    """
 
     op: str  # one of BINARY
     a: Value
@@ -102,6 +112,8 @@ class Binary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compare:
+    """Comparison of two operands of one dtype; the result is bool."""
+
     op: str  # one of COMPARE
     a: Value
     b: Value
@@ -113,7 +125,7 @@ class Compare:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Select:
-    """then if cond else other; lazy."""
+    """Lazy conditional: then if cond else other. Only the selected operand is evaluated."""
 
     cond: Value
     then: Value
@@ -126,7 +138,10 @@ class Select:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cast:
-    """Float to integer truncates towards zero and saturates (NaN becomes 0); to bool tests != 0; integers wrap."""
+    """Conversion to a dtype.
+
+    Float to integer truncates towards zero and saturates (NaN becomes 0). Conversion to bool tests != 0. Integers wrap.
+    """
 
     x: Value
     dtype: DType
@@ -134,7 +149,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexValue:
-    """A symbolic integer as data."""
+    """Symbolic integer as a value."""
 
     index: SymExpr
     dtype: DType = "int64"
@@ -142,8 +157,7 @@ class IndexValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Intrinsic:
-    """A function of several operands that targets may have in hardware, one of ir/intrinsics.py:
-    "fma"(a, b, c) = a*b + c."""
+    """Call of an intrinsic of ir/intrinsics.py, such as "fma"(a, b, c) = a*b + c."""
 
     name: str
     args: tuple[Value, ...]
@@ -152,7 +166,7 @@ class Intrinsic:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddressOf:
-    """Where an element lies in memory: an argument of a library routine, which reads from there on, or writes."""
+    """Address of an element, as an argument of a library routine. `is_written`: the routine writes memory there."""
 
     buffer: Buffer
     indices: tuple[SymExpr, ...]
@@ -165,8 +179,10 @@ class AddressOf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LibraryFound:
-    """Whether a routine of a library is there, which loading decides; always, where the program `is_required` to have
-    it. The NumPy interpreter says no: it computes what a program means."""
+    """Whether a library routine is available, decided at load time; if `is_required`, loading fails without it.
+
+    False in the NumPy interpreter, which executes the fallback.
+    """
 
     library: str
     symbol: str
@@ -184,8 +200,10 @@ Value: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class For:
-    """for var in range(extent). Iterations of a "parallel" loop, and of one on a GPU's axis, are independent;
-    "vectorized" has a constant extent."""
+    """Loop `for var in range(extent)`.
+
+    Iterations of a "parallel" loop or a GPU axis are independent. A "vectorized" loop has a constant extent.
+    """
 
     var: SymVar
     extent: SymExpr
@@ -195,10 +213,10 @@ class For:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """buffer[indices] = value, or with `combine` buffer[indices] = combine(buffer[indices], value).
+    """Store buffer[indices] = value, or with `combine` buffer[indices] = combine(buffer[indices], value).
 
-    "maxnum" takes the value where it is greater than what is there: unlike "max" it does not notice a NaN.
-    `nontemporal`: for memory that is not read again soon, past the caches where the target can; a hint.
+    "maxnum" stores the value if it is greater than the element; unlike "max", it does not propagate NaN.
+    `nontemporal`: hint to bypass the caches, for memory that is not read again soon.
     """
 
     buffer: Buffer
@@ -210,7 +228,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LetIndex:
-    """Bind a symbol to an integer computed from data, for use in `body`."""
+    """Binding of a symbol to an integer computed from data, for use in `body`."""
 
     var: SymVar
     value: Value
@@ -219,6 +237,8 @@ class LetIndex:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IfThenElse:
+    """Conditional statement."""
+
     cond: Value
     then: Stmt
     other: Stmt | None = None
@@ -226,7 +246,7 @@ class IfThenElse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Allocate:
-    """A scratch buffer that lives for `body`."""
+    """Allocation of a scratch buffer that is live in `body`."""
 
     buffer: Buffer
     body: Stmt
@@ -234,7 +254,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Check:
-    """Stop the program with an error (`message`) unless `cond` holds: data-dependent indices and the like."""
+    """Run-time check, for example of data-dependent indices: unless `cond`, the program fails with `message`."""
 
     cond: Value
     message: str
@@ -242,8 +262,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefetch:
-    """Have the cache line of an element brought to the first or second cache, for later loads: a hint that changes
-    nothing. The element may lie outside of the buffer."""
+    """Prefetch of an element's cache line to the L1 or L2 cache: a hint. The indices may be out of bounds."""
 
     buffer: Buffer
     indices: tuple[SymExpr, ...]
@@ -252,38 +271,43 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Barrier:
-    """Wait for all threads of a group (GPU targets)."""
+    """Barrier of the threads of a block (GPU targets)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallLibrary:
-    """symbol(args...) of a library. `args` are literals, index values and addresses of elements.
+    """Call symbol(args...) of a library. `args` are literals, index values and addresses of elements.
 
-    `convention`: "c", a C function as it is; "status", one that says by a result other than 0 that it failed; "arrays",
-    i32(ptr addresses, ptr words), with the addresses and the integers as two arrays (how Python functions are called).
-    `work`: about how many instructions a call takes, for those who share it out among threads.
+    `convention`: "c", a C function whose result is ignored; "status", a C function that returns nonzero on failure;
+    "arrays", i32(ptr addresses, ptr integers), with the arguments in two arrays, for Python functions.
+    `work`: approximate number of instructions of a call, for the cost model of parallel loops.
     """
 
     library: str
     symbol: str
     args: tuple[Value, ...]
-    convention: Convention = "c"
+    convention: CallingConvention = "c"
     work: SymExpr = field(default_factory=lambda: sym(0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seq:
+    """Sequence of statements."""
+
     stmts: tuple[Stmt, ...]
 
 
 Binder: TypeAlias = For | LetIndex
-Enclosing: TypeAlias = For | LetIndex | Allocate
+StmtWithBody: TypeAlias = For | LetIndex | Allocate
 Stmt: TypeAlias = "For | Store | LetIndex | IfThenElse | Allocate | Check | Prefetch | Barrier | CallLibrary | Seq"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorProgram:
-    """params = inputs then `num_outputs` outputs; `symbols` are what a caller passes beside the buffers."""
+    """Loop-level function in destination-passing style.
+
+    `params` are the inputs, then `num_outputs` outputs. `symbols` are passed by callers in addition to the buffers.
+    """
 
     params: tuple[Buffer, ...]
     symbols: tuple[SymVar, ...]
@@ -293,20 +317,22 @@ class TensorProgram:
 
     @property
     def identity(self) -> Attrs:
-        """The attributes without the steps of the schedule, which tell how the loops came about, not what they are."""
+        """Attributes that identify the program: all but the schedule steps, which only document its derivation."""
         return Attrs({name: value for name, value in self.attrs.items() if name != SCHEDULE})
 
     @property
     def inputs(self) -> tuple[Buffer, ...]:
+        """Parameters other than the outputs."""
         return self.params[: len(self.params) - self.num_outputs]
 
     @property
     def outputs(self) -> tuple[Buffer, ...]:
+        """The last `num_outputs` parameters."""
         return self.params[len(self.params) - self.num_outputs :]
 
 
 def seq(*stmts: Stmt) -> Stmt:
-    """One statement of several, flattened."""
+    """Combine statements into one, flattening nested sequences."""
     flat: list[Stmt] = []
     for stmt in stmts:
         flat.extend(stmt.stmts if isinstance(stmt, Seq) else (stmt,))
@@ -314,7 +340,7 @@ def seq(*stmts: Stmt) -> Stmt:
 
 
 def loops(names: str, extents: Iterable[IntLike], make: Callable[..., Stmt]) -> Stmt:
-    """A perfect nest: loops("ij", (n, m), lambda i, j: ...). Without extents, the body alone."""
+    """Build a perfect loop nest: loops("ij", (n, m), lambda i, j: ...). Without extents, only the body."""
     dims = syms(extents)
     variables = [SymVar(names[k] if k < len(names) else f"i{k}") for k in range(len(dims))]
     body = make(*variables)
@@ -324,7 +350,7 @@ def loops(names: str, extents: Iterable[IntLike], make: Callable[..., Stmt]) -> 
 
 
 def compute(out: Buffer, value: Callable[..., Value]) -> Stmt:
-    """out[i, j, ...] = value(i, j, ...) for every element."""
+    """Build the loop nest of out[i, j, ...] = value(i, j, ...) for every element."""
     return loops("ijklmn", out.shape, lambda *i: Store(out, i, value(*i)))
 
 
@@ -336,19 +362,22 @@ def reduce(
     value: Callable[..., Value],
     finish: Callable[..., Value] = lambda total, *i: total,
 ) -> Stmt:
-    """out[i...] = finish(combine over r... of value(i..., r...), starting from init; i...).
+    """Build a reduction: out[i...] = finish(combine over r... of value(i..., r...), starting from init; i...).
 
-    This is the canonical form of a reduction: one local element per output, of the dtype of `init`.
+    This is the canonical form of a reduction: one local accumulator per output element, of the dtype of `init`.
     """
     extents = syms(extents)
 
     def element(*i: SymVar) -> Stmt:
-        total = Buffer(f"{out.name}_acc", (), init.dtype, "local")
-        inner = loops("rstuvw", extents, lambda *r: Store(total, (), value(*i, *r), combine))
-        return Allocate(total, seq(Store(total, (), init), inner, Store(out, i, finish(Load(total, ()), *i))))
+        accumulator = Buffer(f"{out.name}_acc", (), init.dtype, "local")
+        inner = loops("rstuvw", extents, lambda *r: Store(accumulator, (), value(*i, *r), combine))
+        return Allocate(
+            accumulator, seq(Store(accumulator, (), init), inner, Store(out, i, finish(Load(accumulator, ()), *i)))
+        )
 
     return loops("ijklmn", out.shape, element)
 
 
 def index(expr: IntLike, dtype: DType = "int64") -> Value:
+    """Value of a symbolic integer."""
     return IndexValue(sym(expr), dtype)

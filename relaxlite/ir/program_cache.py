@@ -1,7 +1,6 @@
-"""What passes made of programs, kept between processes beside the compiled kernels.
+"""Persistent cache of the results of passes on tensor programs, next to the cache of compiled kernels.
 
-Scheduling is most of the work of a compilation whose kernels are there already. It depends on the program, the target
-and the passes alone, so it is done once.
+With cached kernels, scheduling dominates compile time. Its results depend only on program, target and passes.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from relaxlite.ir.encoding import decode, encode
 from relaxlite.ir.program import TensorProgram
 
 
-class Store(Protocol):
-    """Contents by key, of which any may be gone at any time."""
+class CacheStore(Protocol):
+    """Key-value store of bytes. Entries may be evicted at any time."""
 
     def get(self, key: str) -> bytes | None: ...
 
@@ -23,41 +22,45 @@ class Store(Protocol):
 
 
 class ProgramCache:
-    """Results in a `store`; `key` stands for all that they depend on beside what is asked. Without a store nothing is
-    kept."""
+    """Cache of results of passes in a `store`; without a store, nothing is cached.
 
-    def __init__(self, store: Store | None = None, key: str = "") -> None:
+    `key` identifies everything that results depend on besides the arguments of `get_or_compute`: target, passes.
+    """
+
+    def __init__(self, store: CacheStore | None = None, key: str = "") -> None:
         self._store, self._key = store, key
         self._new: dict[str, bytes] = {}
-        self._encoded: dict[int, tuple[TensorProgram, bytes]] = {}  # by id; the program, so that its id stays its own
+        self._encoded: dict[
+            int, tuple[TensorProgram, bytes]
+        ] = {}  # by id; the reference to the program keeps the id unique
 
-    def recall(
+    def get_or_compute(
         self, step: str, program: TensorProgram, options: str, make: Callable[[], tuple[Any, ...]]
     ) -> tuple[Any, ...]:
-        """What `make` returns (see `encode`), which is a function of the program and the text `options`; now, or in an
-        earlier process. The program's symbols stay themselves; its buffers do not.
+        """Return the cached result of `make`, or compute and cache it.
 
-        What is made now is also written and read: later processes have the same to the last bit, or they would ask for
-        other kernels.
+        `make` returns items that `encode` accepts, and depends only on `program` and `options`. The result refers to
+        the program's symbols, but to new buffers. A computed result is encoded and decoded too, so that this process
+        and later ones get equal programs and request the same kernels.
         """
         if self._store is None:
             return make()
-        identity = hashlib.sha256(f"{self._key} {step} {options} ".encode())
-        identity.update(self._encode(program))
-        key = identity.hexdigest()
+        digest = hashlib.sha256(f"{self._key} {step} {options} ".encode())
+        digest.update(self._encode(program))
+        key = digest.hexdigest()
         content = self._new.get(key) or self._store.get(key)
         if content is None:
             content = self._new[key] = encode(*make(), symbols=program.symbols)
         return decode(content, symbols=program.symbols)
 
     def write(self) -> None:
-        """Hand what is new to the store, and forget the programs that were asked for."""
+        """Write new results to the store, and release memory."""
         if self._store is not None and self._new:
             self._store.put(self._new)
         self._new, self._encoded = {}, {}
 
     def _encode(self, program: TensorProgram) -> bytes:
-        result = self._encoded.get(id(program))
-        if result is None:
-            result = self._encoded[id(program)] = program, encode(program)
-        return result[1]
+        entry = self._encoded.get(id(program))
+        if entry is None:
+            entry = self._encoded[id(program)] = program, encode(program)
+        return entry[1]

@@ -1,4 +1,4 @@
-"""Text of tensor programs -> `TensorProgram`; the syntax stands in program_printer.py."""
+"""Parser of tensor programs: text -> `TensorProgram`. The docstring of program_printer.py defines the syntax."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import get_args
 
 from relaxlite import dtypes
 from relaxlite.ir.expr import Attrs
+from relaxlite.ir.parser_base import CallArguments, ParserBase, is_call, is_number
 from relaxlite.ir.program import (
     BINARY,
     COMBINE,
@@ -19,11 +20,11 @@ from relaxlite.ir.program import (
     Barrier,
     Binary,
     Buffer,
+    CallingConvention,
     CallLibrary,
     Cast,
     Check,
     Compare,
-    Convention,
     For,
     IfThenElse,
     IndexValue,
@@ -33,8 +34,8 @@ from relaxlite.ir.program import (
     Literal,
     Load,
     LoopKind,
+    MemoryScope,
     Prefetch,
-    Scope,
     Select,
     Seq,
     Stmt,
@@ -43,7 +44,6 @@ from relaxlite.ir.program import (
     Unary,
     Value,
 )
-from relaxlite.ir.reader import Arguments, Reader, is_call, is_number
 from relaxlite.ir.symbolic import SymExpr, sym
 
 _BINARY: dict[type[ast.operator], str] = {
@@ -63,10 +63,11 @@ _STATEMENTS = (
 _VALUE_TYPES = (Literal, Load, Unary, Binary, Compare, Select, Cast, IndexValue, Intrinsic, LibraryFound)
 
 
-class ProgramParser(Reader):
-    """Parses one program; `scope` holds its symbols and buffers, and names of values."""
+class ProgramParser(ParserBase):
+    """Parser of one program. `scope` maps names to symbols, buffers and named values."""
 
-    def program(self, node: ast.FunctionDef, arguments: Arguments, scope: dict[str, object]) -> TensorProgram:
+    def program(self, node: ast.FunctionDef, arguments: CallArguments, scope: dict[str, object]) -> TensorProgram:
+        """Parse a program definition; `arguments` are those of its decorator. Raises ParseError."""
         self.scope = scope
         symbols, outputs = arguments.take("symbols"), arguments.take("outputs")
         arguments.take("name")
@@ -85,25 +86,26 @@ class ProgramParser(Reader):
 
     def _buffer(self, call: ast.Call, name: str) -> Buffer:
         arguments = self.arguments(call)
-        given = self.optional_string(arguments.take("name"))
+        own_name = self.optional_string(arguments.take("name"))
         self.finish(arguments, (2, 3), "a buffer")
         shape, dtype, *rest = arguments.positional
-        scope: Scope = "global"
+        scope: MemoryScope = "global"
         if rest:
             scope = self.string(rest[0])  # type: ignore[assignment]
-            if scope not in get_args(Scope):
-                self.fail(rest[0], f"unknown scope {scope!r}", near=(scope, get_args(Scope)))
-        return Buffer(name if given is None else given, self.exprs(shape), self.dtype(dtype), scope)
+            if scope not in get_args(MemoryScope):
+                self.fail(rest[0], f"unknown scope {scope!r}", near=(scope, get_args(MemoryScope)))
+        return Buffer(name if own_name is None else own_name, self.exprs(shape), self.dtype(dtype), scope)
 
     # statements
 
     def body(self, stmts: list[ast.stmt]) -> Stmt:
-        found: list[Stmt] = []
+        """Parse statements, flattening sequences."""
+        parsed_stmts: list[Stmt] = []
         for stmt in stmts:
-            result = self._stmt(stmt)
-            if result is not None:
-                found.extend(result.stmts if isinstance(result, Seq) else (result,))
-        return found[0] if len(found) == 1 else Seq(tuple(found))
+            parsed = self._stmt(stmt)
+            if parsed is not None:
+                parsed_stmts.extend(parsed.stmts if isinstance(parsed, Seq) else (parsed,))
+        return parsed_stmts[0] if len(parsed_stmts) == 1 else Seq(tuple(parsed_stmts))
 
     def _stmt(self, stmt: ast.stmt) -> Stmt | None:
         if self.symbol_statement(stmt) or isinstance(stmt, ast.Pass):
@@ -113,7 +115,7 @@ class ProgramParser(Reader):
         if isinstance(stmt, ast.With):
             return self._with(stmt)
         if isinstance(stmt, ast.If):
-            cond, then = self.value(stmt.test), self.body(stmt.body)  # in order: names of values may be used again
+            cond, then = self.value(stmt.test), self.body(stmt.body)  # in order: names of values may be redefined
             return IfThenElse(cond, then, self.body(stmt.orelse) if stmt.orelse else None)
         if isinstance(stmt, ast.Assert) and stmt.msg is not None:
             return Check(self.value(stmt.test), self.string(stmt.msg))
@@ -161,7 +163,7 @@ class ProgramParser(Reader):
         extent = self.expr(arguments.positional.pop())
         name = self.optional_string(arguments.take("name"))
         var = self.new_symbol(arguments, stmt.target.id if name is None else name)
-        with self._meaning(stmt.target.id, var):
+        with self._scoped_name(stmt.target.id, var):
             return For(var, extent, self.body(stmt.body), kind)  # type: ignore[arg-type]
 
     def _with(self, stmt: ast.With) -> Stmt:
@@ -169,7 +171,7 @@ class ProgramParser(Reader):
         if len(stmt.items) == 1 and isinstance(call, ast.Call) and isinstance(name, ast.Name):
             if is_call(call, "allocate"):
                 buffer = self._buffer(call, name.id)
-                with self._meaning(name.id, buffer):
+                with self._scoped_name(name.id, buffer):
                     return Allocate(buffer, self.body(stmt.body))
             if is_call(call, "let_index"):
                 return self._let_index(stmt, call, name.id)
@@ -182,11 +184,11 @@ class ProgramParser(Reader):
         value = self.value(arguments.positional.pop())
         name = self.optional_string(arguments.take("name"))
         var = self.new_symbol(arguments, ident if name is None else name)
-        with self._meaning(ident, var):
+        with self._scoped_name(ident, var):
             return LetIndex(var, value, self.body(stmt.body))
 
     @contextmanager
-    def _meaning(self, name: str, meaning: object) -> Iterator[None]:
+    def _scoped_name(self, name: str, meaning: object) -> Iterator[None]:
         outer = self.scope.get(name)
         self.scope[name] = meaning
         yield
@@ -229,8 +231,8 @@ class ProgramParser(Reader):
         work, convention = arguments.take("work"), self.optional_string(arguments.take("convention")) or "c"
         if len(call.args) < 2:
             self.fail(call, 'a call of a library is written call_library("library", "symbol", arguments...)')
-        if convention not in get_args(Convention):
-            self.fail(call, f"unknown convention {convention!r}", near=(convention, get_args(Convention)))
+        if convention not in get_args(CallingConvention):
+            self.fail(call, f"unknown convention {convention!r}", near=(convention, get_args(CallingConvention)))
         self.finish(arguments, (len(call.args),), "call_library")
         library, symbol, *args = call.args
         values = tuple(map(self.value, args))
@@ -240,6 +242,7 @@ class ProgramParser(Reader):
     # values
 
     def value(self, node: ast.expr) -> Value:
+        """Parse a value. Raises ParseError."""
         if isinstance(node, ast.Subscript):
             return Load(*self._element(node))
         if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
@@ -247,7 +250,7 @@ class ProgramParser(Reader):
         if isinstance(node, ast.Call):
             return self._call(node)
         if isinstance(node, ast.Name):
-            return self._named(node)
+            return self._value_of_name(node)
         if is_number(node):
             self.fail(node, "a number needs a dtype: float32(1.0)")
         if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
@@ -258,7 +261,7 @@ class ProgramParser(Reader):
             return Select(self.value(node.test), self.value(node.body), self.value(node.orelse))
         self.fail(node, "expected a value; conditions are joined by & and |, not by `and` and `or`, and not chained")
 
-    def _named(self, node: ast.Name) -> Value:
+    def _value_of_name(self, node: ast.Name) -> Value:
         result = self.scope.get(node.id)
         if isinstance(result, _VALUE_TYPES):
             return result

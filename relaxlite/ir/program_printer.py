@@ -1,4 +1,4 @@
-"""Tensor programs as text: valid Python syntax, one statement per line.
+"""Printer of tensor programs, as Python syntax, one statement per line.
 
     n = symbol("n", lower=1)
     @program(symbols=(n,), outputs=1)
@@ -12,11 +12,11 @@
                     t = exp(x[i, j] - top[0])
                     y[i, j] = t if t > float32(0.0) else float32(0.0)
 
-`float32(1.0)` of a number is a literal, of a value a cast; `index(i + 1)` is a symbolic integer as data; `then if cond
-else other` is a lazy Select; `+= *= &= |=` and `combine("max", ...)` are stores that combine; `assert` is a Check;
-`with let_index(value) as k` a LetIndex; `call_library("blas", "sasum", index(n, "int32"), address_of(x[0]),
-written(y[0]), work=n)` a CallLibrary, and `library_found("blas", "sasum")` says whether there is such a routine.
-`t = value` gives a name to a value that is used more than once or nests deep: it does not say when it is computed.
+`float32(1.0)` of a number is a Literal, of a value a Cast; `index(i + 1)` is an IndexValue; `then if cond else other`
+is a lazy Select; `+= *= &= |=` and `combine("max", ...)` are Stores with `combine`; `assert` is a Check; `with
+let_index(value) as k` a LetIndex; `call_library("blas", "sasum", index(n, "int32"), address_of(x[0]), written(y[0]),
+work=n)` a CallLibrary; `library_found("blas", "sasum")` a LibraryFound.
+`t = value` names a value that is used more than once or nests deeply; it does not imply an evaluation order.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import value_children
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.text import (
-    Names,
-    Writer,
+    TextWriter,
+    UniqueNames,
     attr_items,
     attr_text,
     fact_items,
@@ -64,7 +64,7 @@ from relaxlite.ir.text import (
     tuple_text,
 )
 
-# Operators and their precedence in Python; what has no operator is printed as a function call.
+# Operators and their precedence in Python; other functions are printed as calls.
 BINARY_SIGNS = {
     "or": ("|", 6), "xor": ("^", 7), "and": ("&", 8), "shift_left": ("<<", 9), "shift_right": (">>", 9),
     "add": ("+", 10), "sub": ("-", 10), "mul": ("*", 11), "div": ("/", 11), "floordiv": ("//", 11),
@@ -75,35 +75,35 @@ UNARY_SIGNS = {"neg": ("-", 12), "bitwise_not": ("~", 12), "not": ("not ", 4)}
 COMBINE_SIGNS = {"add": "+=", "mul": "*=", "and": "&=", "or": "|="}
 PROGRAM_KEYWORDS = ("symbols", "outputs", "name", "attrs")
 _ATOM, _COMPARE, _SELECT, _ANY = 14, 5, 2, 0
-_MAX_HEIGHT = 16  # of one line's nesting; Python's own tokenizer ends at 200 parentheses
+_MAX_HEIGHT = 16  # nesting of one line; Python's tokenizer fails at 200 parentheses
 
 
 def print_program(name: str, program: TensorProgram) -> str:
-    """A tensor program as text."""
-    writer = ProgramWriter(Names())
+    """Print a tensor program."""
+    writer = ProgramWriter(UniqueNames())
     writer.program(name, name, program)
     return writer.text()
 
 
 def print_stmt(stmt: Stmt) -> str:
-    """A statement as text, for messages."""
-    writer = ProgramWriter(Names())
+    """Print a statement, for messages."""
+    writer = ProgramWriter(UniqueNames())
     writer.stmt(stmt)
     return "\n".join(writer.lines)
 
 
 def print_value(value: Value) -> str:
-    """A value as text, for messages."""
-    return ProgramWriter(Names()).value(value)
+    """Print a value, for messages."""
+    return ProgramWriter(UniqueNames()).value(value)
 
 
-class ProgramWriter(Writer):
-    """Writes programs, statements and values."""
+class ProgramWriter(TextWriter):
+    """Printer of programs, statements and values."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: UniqueNames) -> None:
         super().__init__(names)
-        self._uses: dict[int, int] = {}  # of the values of one statement, by id
-        self._done: dict[int, tuple[str, int, int]] = {}  # their text, precedence and height
+        self._uses: dict[int, int] = {}  # value id -> use count in the current statement
+        self._printed: dict[int, tuple[str, int, int]] = {}  # value id -> text, precedence, height
         self._temporaries: list[str] = []
 
     def program(self, name: str, ident: str, program: TensorProgram) -> None:
@@ -140,10 +140,10 @@ class ProgramWriter(Writer):
             with self.names.scoped(stmt.var, stmt.var.name) as var:
                 self._nest(f"for {var} in {stmt.kind}({', '.join(items)}):", stmt.body)
         elif isinstance(stmt, LetIndex):
-            value, done = self._top(stmt.value)
+            value, temporaries = self._root_value(stmt.value)
             items = [value, *name_items(stmt.var.name), *fact_items(stmt.var)]
             with self.names.scoped(stmt.var, stmt.var.name) as var:
-                self._nest(f"with let_index({', '.join(items)}) as {var}:", stmt.body, done)
+                self._nest(f"with let_index({', '.join(items)}) as {var}:", stmt.body, temporaries)
         elif isinstance(stmt, Allocate):
             items = [self._buffer(stmt.buffer)]
             with self.names.scoped(stmt.buffer, stmt.buffer.name) as name:
@@ -158,25 +158,25 @@ class ProgramWriter(Writer):
         elif isinstance(stmt, CallLibrary):
             self._call_library(stmt)
         else:
-            self._simple(stmt)
+            self._leaf_stmt(stmt)
 
-    def _simple(self, stmt: Store | Check) -> None:
+    def _leaf_stmt(self, stmt: Store | Check) -> None:
         if isinstance(stmt, Check):
-            cond, done = self._top(stmt.cond)
+            cond, temporaries = self._root_value(stmt.cond)
             self.emit(f"assert {cond}, {quote(stmt.message)}")
         else:
             target = self._element(stmt.buffer, stmt.indices)
-            value, done = self._top(stmt.value)
+            value, temporaries = self._root_value(stmt.value)
             if stmt.nontemporal:
                 self.emit(f"nontemporal({target}, {value})")
-                self._release(done)
+                self._release(temporaries)
                 return
             sign = "=" if stmt.combine is None else COMBINE_SIGNS.get(stmt.combine)
             if sign is None:
                 self.emit(f"combine({quote(stmt.combine or '')}, {target}, {value})")
             else:
                 self.emit(f"{target} {sign} {value}")
-        self._release(done)
+        self._release(temporaries)
 
     def _call_library(self, stmt: CallLibrary) -> None:
         items = [quote(stmt.library), quote(stmt.symbol), *map(self.value, stmt.args)]
@@ -191,44 +191,44 @@ class ProgramWriter(Writer):
             self.stmt(body)
 
     def _if(self, stmt: IfThenElse) -> None:
-        cond, done = self._top(stmt.cond)
-        self._branches("if", cond, done, stmt)
+        cond, temporaries = self._root_value(stmt.cond)
+        self._branches("if", cond, temporaries, stmt)
 
-    def _branches(self, word: str, cond: str, done: tuple[str, ...], stmt: IfThenElse) -> None:
-        self._nest(f"{word} {cond}:", stmt.then, done)
+    def _branches(self, word: str, cond: str, temporaries: tuple[str, ...], stmt: IfThenElse) -> None:
+        self._nest(f"{word} {cond}:", stmt.then, temporaries)
         if not isinstance(stmt.other, IfThenElse):
             if stmt.other is not None:
                 self._nest("else:", stmt.other)
             return
-        cond, done = self._top(stmt.other.cond)
+        cond, temporaries = self._root_value(stmt.other.cond)
         before = self.take_first()
         if not before:
-            self._branches("elif", cond, done, stmt.other)
+            self._branches("elif", cond, temporaries, stmt.other)
             return
         self.emit("else:")
         with self.indented():
             self.first(*before)
-            self._branches("if", cond, done, stmt.other)
+            self._branches("if", cond, temporaries, stmt.other)
 
     # values
 
-    def _top(self, value: Value) -> tuple[str, tuple[str, ...]]:
-        """The text of a statement's value, and the names given to parts of it: free again after the statement."""
-        self._uses, self._done, self._temporaries = _count_uses(value), {}, []
+    def _root_value(self, value: Value) -> tuple[str, tuple[str, ...]]:
+        """Text of a statement's value, and names of temporaries to release after the statement."""
+        self._uses, self._printed, self._temporaries = _count_uses(value), {}, []
         for part in postorder(value):
-            self._done[id(part)] = self._value(part)
-        return self._done[id(value)][0], tuple(self._temporaries)
+            self._printed[id(part)] = self._value(part)
+        return self._printed[id(value)][0], tuple(self._temporaries)
 
     def _release(self, temporaries: tuple[str, ...]) -> None:
         for name in temporaries:
             self.names.release(name)
 
     def value(self, value: Value) -> str:
-        """The text of a value by itself."""
-        return self._top(value)[0]
+        """Text of a value outside of a statement."""
+        return self._root_value(value)[0]
 
     def _value(self, value: Value) -> tuple[str, int, int]:
-        """Text, precedence, height of a value whose operands have been done."""
+        """Text, precedence and height of a value whose operands are printed."""
         if isinstance(value, Literal):
             return f"{value.dtype}({number_text(value.value)})", _ATOM, 0
         if isinstance(value, Load):
@@ -262,8 +262,8 @@ class ProgramWriter(Writer):
             return f"{a} {COMPARE_SIGNS[value.op]} {b}", _COMPARE, height
         if isinstance(value, Binary) and value.op in BINARY_SIGNS:
             sign, level = BINARY_SIGNS[value.op]
-            least = (_ATOM, _ATOM) if sign == "**" else (level, level + 1)
-            (a, b), height = self._operands((value.a, value.b), least)
+            min_precedences = (_ATOM, _ATOM) if sign == "**" else (level, level + 1)
+            (a, b), height = self._operands((value.a, value.b), min_precedences)
             return f"{a} {sign} {b}", level, height
         if isinstance(value, Unary) and value.op in UNARY_SIGNS:
             sign, level = UNARY_SIGNS[value.op]
@@ -281,18 +281,18 @@ class ProgramWriter(Writer):
             return f"intrinsic({', '.join(parts)})", _ATOM, height
         return f"{value.op}({', '.join(args)})", _ATOM, height
 
-    def _operands(self, values: tuple[Value, ...], least: tuple[int, ...]) -> tuple[list[str], int]:
-        """The operands' texts, in parentheses where their precedence is below `least`; and the height above them."""
+    def _operands(self, values: tuple[Value, ...], min_precedences: tuple[int, ...]) -> tuple[list[str], int]:
+        """Texts of operands, in parentheses if their precedence is below the minimum; height of the expression."""
         texts, height = [], 0
-        for value, minimum in zip(values, least, strict=True):
-            text, precedence, inner = self._done[id(value)]
+        for value, minimum in zip(values, min_precedences, strict=True):
+            text, precedence, inner = self._printed[id(value)]
             texts.append(f"({text})" if precedence < minimum else text)
             height = max(height, inner)
         return texts, height + 1
 
 
 def postorder(root: Value) -> list[Value]:
-    """Every value inside, operands before what uses them, a shared part once. Values may nest too deep to recurse."""
+    """All values of an expression in post-order, each once. Iterative, as values may nest too deeply for recursion."""
     values: dict[int, Value] = {}
     stack: list[tuple[Value, bool]] = [(root, False)]
     while stack:
@@ -306,7 +306,7 @@ def postorder(root: Value) -> list[Value]:
 
 
 def _count_uses(root: Value) -> dict[int, int]:
-    """How many operands refer to each value object (1 for the root)."""
+    """Use count of each value object by id (1 for the root)."""
     uses = {id(root): 1}
     for value in postorder(root):
         for child in value_children(value):

@@ -1,4 +1,4 @@
-"""The rules of tensor programs, and the error that every broken rule of the IR raises."""
+"""Verifier of tensor programs, and the error for a violated rule of the IR."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from relaxlite.ir.program import (
     Allocate,
     Binary,
     Buffer,
+    CallingConvention,
     CallLibrary,
     Cast,
     Check,
     Compare,
-    Convention,
     For,
     IfThenElse,
     IndexValue,
@@ -35,8 +35,8 @@ from relaxlite.ir.program import (
     Literal,
     Load,
     LoopKind,
+    MemoryScope,
     Prefetch,
-    Scope,
     Select,
     Seq,
     Stmt,
@@ -64,25 +64,27 @@ PROGRAM_RULES = {
 
 
 def violation(where: str, rule: str, message: str, excerpt_text: str, loc: str | None = None) -> VerifyError:
-    """The error for a broken rule: what, the rule, the piece of IR, the source it comes from."""
+    """VerifyError of a violated rule: message, rule, IR excerpt, source location."""
     shown = excerpt_text.replace("\n", "\n    ")
     place = "" if loc is None else f"\n  source: {loc}"
     return VerifyError(f"{where}: {message}\n  rule: {rule}\n  in: {shown}{place}")
 
 
 def verify_program(name: str, program: TensorProgram) -> None:
-    """Raise VerifyError unless the program keeps the rules."""
+    """Raise VerifyError if the program violates a rule of `PROGRAM_RULES`."""
     _ProgramVerifier(name).program(program)
 
 
 class _ProgramVerifier:
+    """Verifier of one program; tracks the symbols and buffers in scope."""
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._symbols: set[SymVar] = set()
         self._buffers: set[Buffer] = set()
         self._read_only: frozenset[Buffer] = frozenset()
         self._at: Stmt | str = ""
-        self._guards = 0  # conditions, or loops that never run, around the statement
+        self._guards = 0  # enclosing conditions and loops of extent 0
 
     def _fail(self, rule: str, message: str) -> NoReturn:
         shown = self._at if isinstance(self._at, str) else excerpt(self._at)
@@ -93,24 +95,24 @@ class _ProgramVerifier:
         if not 0 <= program.num_outputs <= len(program.params):
             self._fail("buffer", f"{program.num_outputs} outputs of {len(program.params)} parameters")
         for symbol in program.symbols:
-            self._new(self._symbols, symbol, "symbol", f"symbol {symbol.name} is listed twice")
+            self._declare(self._symbols, symbol, "symbol", f"symbol {symbol.name} is listed twice")
         for buffer in program.params:
             self._buffer(buffer)
-            self._new(self._buffers, buffer, "buffer", f"buffer {buffer.name} is listed twice")
+            self._declare(self._buffers, buffer, "buffer", f"buffer {buffer.name} is listed twice")
         if (problem := attribute_problem("program", program.attrs)) is not None:
             self._fail("attribute", problem)
         if not program.attrs.get(WRITES_INPUTS):
             self._read_only = frozenset(program.inputs)
         self._stmt(program.body)
 
-    def _new(self, known: set[SymVar] | set[Buffer], item: SymVar | Buffer, rule: str, message: str) -> None:
-        if item in known:
+    def _declare(self, declared: set[SymVar] | set[Buffer], item: SymVar | Buffer, rule: str, message: str) -> None:
+        if item in declared:
             self._fail(rule, message)
-        known.add(item)  # type: ignore[arg-type]
+        declared.add(item)  # type: ignore[arg-type]
 
     @contextmanager
     def _bound(self, var: SymVar) -> Iterator[None]:
-        self._new(self._symbols, var, "symbol", f"symbol {var.name} is bound again inside of its own scope")
+        self._declare(self._symbols, var, "symbol", f"symbol {var.name} is bound again inside of its own scope")
         yield
         self._symbols.remove(var)
 
@@ -129,7 +131,7 @@ class _ProgramVerifier:
     def _buffer(self, buffer: Buffer) -> None:
         self._exprs(buffer.shape)
         self._dtype(buffer.dtype)
-        if buffer.scope not in get_args(Scope):
+        if buffer.scope not in get_args(MemoryScope):
             self._fail("operation", f"buffer {buffer.name} has the unknown scope {buffer.scope!r}")
 
     def _dtype(self, dtype: str) -> None:
@@ -198,13 +200,15 @@ class _ProgramVerifier:
         self._buffer(buffer)
         if buffer.scope == "local" and not all(dim.is_const for dim in buffer.shape):
             self._fail("extent", f"the local buffer {buffer.name} has the shape ({', '.join(map(str, buffer.shape))})")
-        self._new(self._buffers, buffer, "buffer", f"buffer {buffer.name} is allocated again inside of its own scope")
+        self._declare(
+            self._buffers, buffer, "buffer", f"buffer {buffer.name} is allocated again inside of its own scope"
+        )
         self._stmt(stmt.body)
         self._buffers.remove(buffer)
 
     def _call_library(self, stmt: CallLibrary) -> None:
         self._exprs((stmt.work,))
-        if stmt.convention not in get_args(Convention):
+        if stmt.convention not in get_args(CallingConvention):
             self._fail("library", f"unknown convention {stmt.convention!r}")
         for arg in stmt.args:
             if not isinstance(arg, Literal | IndexValue | AddressOf):
@@ -212,7 +216,7 @@ class _ProgramVerifier:
             if not isinstance(arg, AddressOf):
                 self._value(arg)
                 continue
-            self._element(arg.buffer, arg.indices, is_guarded=True)  # of an empty buffer too
+            self._element(arg.buffer, arg.indices, is_guarded=True)  # guarded: the buffer may be empty
             if arg.is_written and arg.buffer in self._read_only:
                 self._fail("input", f"{arg.buffer.name} is an input")
 
@@ -236,7 +240,7 @@ class _ProgramVerifier:
             self._fail("dtype", f"a condition is {cond.dtype}, not bool")
 
     def _value(self, root: Value) -> None:
-        unguarded = {id(root)}  # values that are computed whatever a select says
+        unguarded = {id(root)}  # ids of values that are evaluated whatever the selects choose
         for value in reversed(postorder(root)):
             children = value_children(value)
             if id(value) in unguarded:
@@ -251,19 +255,19 @@ class _ProgramVerifier:
         elif isinstance(value, Literal):
             self._literal(value)
         elif isinstance(value, Unary):
-            self._known(value.op, UNARY)
+            self._check_op(value.op, UNARY)
         elif isinstance(value, Binary):
-            self._known(value.op, BINARY)
-            self._same(value.op, value.a, value.b)
+            self._check_op(value.op, BINARY)
+            self._check_same_dtype(value.op, value.a, value.b)
             if value.op == "div" and not dtypes.is_float(value.dtype):
                 self._fail("dtype", f"div of {value.dtype}; integers have floordiv and truncdiv")
         elif isinstance(value, Compare):
-            self._known(value.op, COMPARE)
-            self._same(value.op, value.a, value.b)
+            self._check_op(value.op, COMPARE)
+            self._check_same_dtype(value.op, value.a, value.b)
         elif isinstance(value, Select):
             if value.cond.dtype != "bool":
                 self._fail("dtype", f"the condition of a select is {value.cond.dtype}, not bool")
-            self._same("select", value.then, value.other)
+            self._check_same_dtype("select", value.then, value.other)
         elif isinstance(value, IndexValue):
             self._exprs((value.index,))
         elif isinstance(value, Intrinsic):
@@ -273,11 +277,11 @@ class _ProgramVerifier:
         if isinstance(value, Literal | Cast | IndexValue | Intrinsic):
             self._dtype(value.dtype)
 
-    def _known(self, op: str, table: tuple[str, ...]) -> None:
+    def _check_op(self, op: str, table: tuple[str, ...]) -> None:
         if op not in table:
             self._fail("operation", f"unknown operation {op!r}")
 
-    def _same(self, op: str, a: Value, b: Value) -> None:
+    def _check_same_dtype(self, op: str, a: Value, b: Value) -> None:
         if a.dtype != b.dtype:
             self._fail("dtype", f"{op} of {a.dtype} and {b.dtype}")
 

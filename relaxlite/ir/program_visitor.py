@@ -1,6 +1,6 @@
-"""Walking and rewriting tensor programs: statements, values, indices.
+"""Traversal and rewriting of tensor programs: statements, values, indices.
 
-Rewriters return the very object they were given when nothing changes, so "did it change?" is `is`.
+Rewriters return the same object if nothing changes, so callers detect changes by `is`.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ from relaxlite.ir.program import (
 )
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, substitute
 
-# Unions that are made at each test take longer than it
+# Named unions: building a union for each isinstance is slower than the test
 _WithIndices: TypeAlias = Store | Prefetch
 _Indexed: TypeAlias = Load | AddressOf
 
 
 def stmt_children(stmt: Stmt) -> tuple[Stmt, ...]:
+    """Direct child statements."""
     return _STMT_CHILDREN[type(stmt)](stmt)
 
 
-# Compilation asks these millions of times: a table of kinds takes half the time of a chain of isinstance
+# Dispatch tables by node class, as traversal dominates (docs/measurements/ircore.md)
 _STMT_CHILDREN: dict[type, Callable[[Any], tuple[Stmt, ...]]] = {
     **dict.fromkeys((For, LetIndex, Allocate), lambda stmt: (stmt.body,)),
     IfThenElse: lambda stmt: (stmt.then,) if stmt.other is None else (stmt.then, stmt.other),
@@ -58,7 +59,7 @@ _STMT_CHILDREN: dict[type, Callable[[Any], tuple[Stmt, ...]]] = {
 
 
 def walk_stmts(stmt: Stmt) -> Iterator[Stmt]:
-    """The statement and all inside it, outer first."""
+    """Yield a statement and all nested statements in pre-order."""
     stack = [stmt]
     while stack:
         current = stack.pop()
@@ -67,7 +68,7 @@ def walk_stmts(stmt: Stmt) -> Iterator[Stmt]:
 
 
 def stmt_values(stmt: Stmt) -> tuple[Value, ...]:
-    """The values that one statement holds itself."""
+    """Root values of one statement, without those of nested statements."""
     return _STMT_VALUES[type(stmt)](stmt)
 
 
@@ -80,6 +81,7 @@ _STMT_VALUES: dict[type, Callable[[Any], tuple[Value, ...]]] = {
 
 
 def value_children(value: Value) -> tuple[Value, ...]:
+    """Direct operands of a value."""
     return _VALUE_CHILDREN[type(value)](value)
 
 
@@ -93,7 +95,7 @@ _VALUE_CHILDREN: dict[type, Callable[[Any], tuple[Value, ...]]] = {
 
 
 def walk_values(value: Value) -> Iterator[Value]:
-    """The value and all inside it; a shared part once."""
+    """Yield a value and all nested values in pre-order; a shared value once."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -106,22 +108,24 @@ def walk_values(value: Value) -> Iterator[Value]:
 
 
 def all_values(stmt: Stmt) -> Iterator[Value]:
-    """Every value inside a statement."""
+    """Yield every value of a statement and all nested statements."""
     for inner in walk_stmts(stmt):
         for value in stmt_values(inner):
             yield from walk_values(value)
 
 
 def loads(stmt: Stmt) -> Iterator[Load]:
+    """Yield every load inside a statement."""
     return (v for v in all_values(stmt) if isinstance(v, Load))
 
 
 def stores(stmt: Stmt) -> Iterator[Store]:
+    """Yield every store inside a statement."""
     return (s for s in walk_stmts(stmt) if isinstance(s, Store))
 
 
 def stmt_indices(stmt: Stmt) -> Iterator[SymExpr]:
-    """Every symbolic integer inside a statement: extents, indices, index values."""
+    """Yield every symbolic integer inside a statement: extents, indices, index values, buffer shapes."""
     for inner in walk_stmts(stmt):
         if isinstance(inner, For):
             yield inner.extent
@@ -140,12 +144,12 @@ def stmt_indices(stmt: Stmt) -> Iterator[SymExpr]:
 
 
 def bound_symbols(stmt: Stmt) -> set[SymVar]:
-    """Loop variables and data-dependent indices bound inside."""
+    """Symbols that a statement binds: loop variables and data-dependent indices."""
     return {s.var for s in walk_stmts(stmt) if isinstance(s, Binder)}
 
 
 def free_symbols(stmt: Stmt) -> tuple[SymVar, ...]:
-    """The symbols that a statement uses and does not bind, in order of first use."""
+    """Symbols that a statement uses but does not bind, in order of first use."""
     bound, result = bound_symbols(stmt), dict[SymVar, None]()
     for expr in stmt_indices(stmt):
         result.update(dict.fromkeys(v for v in expr.free_vars() if v not in bound))
@@ -153,7 +157,7 @@ def free_symbols(stmt: Stmt) -> tuple[SymVar, ...]:
 
 
 def program_symbols(params: tuple[Buffer, ...], body: Stmt) -> tuple[SymVar, ...]:
-    """What the `symbols` of a program with these parameters and this body must be."""
+    """Free symbols of parameters and body, in the order of a program's `symbols`."""
     roots: dict[SymVar, None] = {}
     for buffer in params:
         for dim in buffer.shape:
@@ -163,153 +167,159 @@ def program_symbols(params: tuple[Buffer, ...], body: Stmt) -> tuple[SymVar, ...
 
 
 class ProgramRewriter:
-    """Rewrites statements and values bottom-up. Override `stmt`, `value`, `index` or `buffer`; call super for the rest.
+    """Bottom-up rewriter of statements and values. Subclasses override `stmt`, `value`, `index` or `buffer`.
 
-    Shared values stay shared: each is rewritten once.
+    Overrides call super for nodes that they do not handle. A shared value is rewritten once and stays shared.
     """
 
     def __init__(self) -> None:
         self._done: dict[int, tuple[Value, Value]] = {}
 
     def index(self, expr: SymExpr) -> SymExpr:
+        """Rewrite a symbolic integer."""
         return expr
 
     def buffer(self, buffer: Buffer) -> Buffer:
+        """Rewrite a buffer at a definition or use."""
         return buffer
 
     def indices(self, exprs: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
+        """Rewrite indices or a shape by `index`."""
         new = tuple([self.index(e) for e in exprs])
-        return exprs if new == exprs else new  # of interned expressions: compared by identity
+        return exprs if new == exprs else new  # interned, so compared by identity
 
     def value(self, value: Value) -> Value:
-        done = self._done.get(id(value))
-        if done is None:
-            done = (value, self._value(value))  # keeps `value` alive, so that its id stays its own
-            self._done[id(value)] = done
-        return done[1]
+        """Rewrite a value, memoized by identity."""
+        entry = self._done.get(id(value))
+        if entry is None:
+            entry = (value, self._value(value))  # the reference to `value` keeps its id unique
+            self._done[id(value)] = entry
+        return entry[1]
 
     def _value(self, value: Value) -> Value:
-        return _REBUILT_VALUE[type(value)](self, value)
+        return _REWRITE_VALUE[type(value)](self, value)
 
     def values(self, values: tuple[Value, ...]) -> tuple[Value, ...]:
+        """Rewrite several values."""
         new = tuple([self.value(v) for v in values])
-        return values if new == values else new  # nodes too are compared by identity
+        return values if new == values else new  # nodes are compared by identity
 
     def stmt(self, stmt: Stmt) -> Stmt:
-        return _REBUILT_STMT[type(stmt)](self, stmt)
+        """Rewrite a statement."""
+        return _REWRITE_STMT[type(stmt)](self, stmt)
 
 
-def _same(to: ProgramRewriter, node: Any) -> Any:
+def _unchanged(rewriter: ProgramRewriter, node: Any) -> Any:
     return node
 
 
-def _load(to: ProgramRewriter, value: Load) -> Value:
-    buffer, indices = to.buffer(value.buffer), to.indices(value.indices)
+def _load(rewriter: ProgramRewriter, value: Load) -> Value:
+    buffer, indices = rewriter.buffer(value.buffer), rewriter.indices(value.indices)
     return value if buffer is value.buffer and indices is value.indices else Load(buffer, indices)
 
 
-def _address(to: ProgramRewriter, value: AddressOf) -> Value:
-    buffer, indices = to.buffer(value.buffer), to.indices(value.indices)
+def _address(rewriter: ProgramRewriter, value: AddressOf) -> Value:
+    buffer, indices = rewriter.buffer(value.buffer), rewriter.indices(value.indices)
     is_same = buffer is value.buffer and indices is value.indices
     return value if is_same else AddressOf(buffer, indices, value.is_written)
 
 
-def _index_value(to: ProgramRewriter, value: IndexValue) -> Value:
-    index = to.index(value.index)
+def _index_value(rewriter: ProgramRewriter, value: IndexValue) -> Value:
+    index = rewriter.index(value.index)
     return value if index is value.index else IndexValue(index, value.dtype)
 
 
-def _unary(to: ProgramRewriter, value: Unary) -> Value:
-    x = to.value(value.x)
+def _unary(rewriter: ProgramRewriter, value: Unary) -> Value:
+    x = rewriter.value(value.x)
     return value if x is value.x else Unary(value.op, x)
 
 
-def _cast(to: ProgramRewriter, value: Cast) -> Value:
-    x = to.value(value.x)
+def _cast(rewriter: ProgramRewriter, value: Cast) -> Value:
+    x = rewriter.value(value.x)
     return value if x is value.x else Cast(x, value.dtype)
 
 
-def _of_two(to: ProgramRewriter, value: Binary | Compare) -> Value:
-    a, b = to.value(value.a), to.value(value.b)
+def _binary(rewriter: ProgramRewriter, value: Binary | Compare) -> Value:
+    a, b = rewriter.value(value.a), rewriter.value(value.b)
     return value if a is value.a and b is value.b else type(value)(value.op, a, b)
 
 
-def _select(to: ProgramRewriter, value: Select) -> Value:
-    cond, then, other = to.value(value.cond), to.value(value.then), to.value(value.other)
+def _select(rewriter: ProgramRewriter, value: Select) -> Value:
+    cond, then, other = rewriter.value(value.cond), rewriter.value(value.then), rewriter.value(value.other)
     is_same = cond is value.cond and then is value.then and other is value.other
     return value if is_same else Select(cond, then, other)
 
 
-def _intrinsic(to: ProgramRewriter, value: Intrinsic) -> Value:
-    args = to.values(value.args)
+def _intrinsic(rewriter: ProgramRewriter, value: Intrinsic) -> Value:
+    args = rewriter.values(value.args)
     return value if args is value.args else Intrinsic(value.name, args, value.dtype)
 
 
-_REBUILT_VALUE: dict[type, Callable[[ProgramRewriter, Any], Value]] = {
+_REWRITE_VALUE: dict[type, Callable[[ProgramRewriter, Any], Value]] = {
     Load: _load,
     AddressOf: _address,
     IndexValue: _index_value,
     Unary: _unary,
     Cast: _cast,
-    Binary: _of_two,
-    Compare: _of_two,
+    Binary: _binary,
+    Compare: _binary,
     Select: _select,
     Intrinsic: _intrinsic,
-    Literal: _same,
-    LibraryFound: _same,
+    Literal: _unchanged,
+    LibraryFound: _unchanged,
 }
 
 
-def _store(to: ProgramRewriter, stmt: Store) -> Stmt:
-    buffer, indices, value = to.buffer(stmt.buffer), to.indices(stmt.indices), to.value(stmt.value)
+def _store(rewriter: ProgramRewriter, stmt: Store) -> Stmt:
+    buffer, indices, value = rewriter.buffer(stmt.buffer), rewriter.indices(stmt.indices), rewriter.value(stmt.value)
     if buffer is stmt.buffer and indices is stmt.indices and value is stmt.value:
         return stmt
     return Store(buffer, indices, value, stmt.combine, stmt.nontemporal)
 
 
-def _prefetch(to: ProgramRewriter, stmt: Prefetch) -> Stmt:
-    buffer, indices = to.buffer(stmt.buffer), to.indices(stmt.indices)
+def _prefetch(rewriter: ProgramRewriter, stmt: Prefetch) -> Stmt:
+    buffer, indices = rewriter.buffer(stmt.buffer), rewriter.indices(stmt.indices)
     return stmt if buffer is stmt.buffer and indices is stmt.indices else Prefetch(buffer, indices, stmt.cache)
 
 
-def _for(to: ProgramRewriter, stmt: For) -> Stmt:
-    extent, body = to.index(stmt.extent), to.stmt(stmt.body)
+def _for(rewriter: ProgramRewriter, stmt: For) -> Stmt:
+    extent, body = rewriter.index(stmt.extent), rewriter.stmt(stmt.body)
     return stmt if extent is stmt.extent and body is stmt.body else For(stmt.var, extent, body, stmt.kind)
 
 
-def _seq(to: ProgramRewriter, stmt: Seq) -> Stmt:
-    stmts = tuple([to.stmt(s) for s in stmt.stmts])
+def _seq(rewriter: ProgramRewriter, stmt: Seq) -> Stmt:
+    stmts = tuple([rewriter.stmt(s) for s in stmt.stmts])
     return stmt if stmts == stmt.stmts else seq(*stmts)
 
 
-def _allocate(to: ProgramRewriter, stmt: Allocate) -> Stmt:
-    buffer, body = to.buffer(stmt.buffer), to.stmt(stmt.body)
+def _allocate(rewriter: ProgramRewriter, stmt: Allocate) -> Stmt:
+    buffer, body = rewriter.buffer(stmt.buffer), rewriter.stmt(stmt.body)
     return stmt if buffer is stmt.buffer and body is stmt.body else Allocate(buffer, body)
 
 
-def _let_index(to: ProgramRewriter, stmt: LetIndex) -> Stmt:
-    value, body = to.value(stmt.value), to.stmt(stmt.body)
+def _let_index(rewriter: ProgramRewriter, stmt: LetIndex) -> Stmt:
+    value, body = rewriter.value(stmt.value), rewriter.stmt(stmt.body)
     return stmt if value is stmt.value and body is stmt.body else LetIndex(stmt.var, value, body)
 
 
-def _if_then_else(to: ProgramRewriter, stmt: IfThenElse) -> Stmt:
-    other = None if stmt.other is None else to.stmt(stmt.other)
-    cond, then = to.value(stmt.cond), to.stmt(stmt.then)
+def _if_then_else(rewriter: ProgramRewriter, stmt: IfThenElse) -> Stmt:
+    other = None if stmt.other is None else rewriter.stmt(stmt.other)
+    cond, then = rewriter.value(stmt.cond), rewriter.stmt(stmt.then)
     is_same = cond is stmt.cond and then is stmt.then and other is stmt.other
     return stmt if is_same else IfThenElse(cond, then, other)
 
 
-def _check(to: ProgramRewriter, stmt: Check) -> Stmt:
-    cond = to.value(stmt.cond)
+def _check(rewriter: ProgramRewriter, stmt: Check) -> Stmt:
+    cond = rewriter.value(stmt.cond)
     return stmt if cond is stmt.cond else Check(cond, stmt.message)
 
 
-def _call_library(to: ProgramRewriter, stmt: CallLibrary) -> Stmt:
-    args, work = to.values(stmt.args), to.index(stmt.work)
+def _call_library(rewriter: ProgramRewriter, stmt: CallLibrary) -> Stmt:
+    args, work = rewriter.values(stmt.args), rewriter.index(stmt.work)
     return stmt if args is stmt.args and work is stmt.work else replace(stmt, args=args, work=work)
 
 
-_REBUILT_STMT: dict[type, Callable[[ProgramRewriter, Any], Stmt]] = {
+_REWRITE_STMT: dict[type, Callable[[ProgramRewriter, Any], Stmt]] = {
     Store: _store,
     Prefetch: _prefetch,
     For: _for,
@@ -319,12 +329,12 @@ _REBUILT_STMT: dict[type, Callable[[ProgramRewriter, Any], Stmt]] = {
     IfThenElse: _if_then_else,
     Check: _check,
     CallLibrary: _call_library,
-    Barrier: _same,
+    Barrier: _unchanged,
 }
 
 
 class Substitute(ProgramRewriter):
-    """Replaces symbols and buffers; with `fresh`, also gives every loop variable a new identity."""
+    """Substitution of symbols and buffers; with `fresh`, bound symbols and allocated buffers become new objects."""
 
     def __init__(
         self,
@@ -337,13 +347,13 @@ class Substitute(ProgramRewriter):
         self.symbols = dict(symbols or {})
         self.buffers = dict(buffers or {})
         self.fresh = fresh
-        self._indices: dict[SymExpr, SymExpr] = {}  # bodies repeat few indices many times
+        self._indices: dict[SymExpr, SymExpr] = {}  # memo: bodies repeat few indices often
 
     def index(self, expr: SymExpr) -> SymExpr:
-        indice = self._indices.get(expr)
-        if indice is None:
-            self._indices[expr] = indice = substitute(expr, self.symbols)
-        return indice
+        substituted = self._indices.get(expr)
+        if substituted is None:
+            self._indices[expr] = substituted = substitute(expr, self.symbols)
+        return substituted
 
     def buffer(self, buffer: Buffer) -> Buffer:
         result = self.buffers.get(buffer)
@@ -353,15 +363,15 @@ class Substitute(ProgramRewriter):
             self.buffers[buffer] = result
         return result
 
-    def forget(self) -> None:
-        """From here on, what was rewritten before may become something else: a symbol or buffer has a new meaning."""
+    def clear_memo(self) -> None:
+        """Clear the memo of rewritten values and indices, after a change of `symbols` or `buffers`."""
         self._done, self._indices = {}, {}
 
     def stmt(self, stmt: Stmt) -> Stmt:
         if self.fresh and isinstance(stmt, Binder):
-            var = _renewed(stmt.var)
-            if stmt.var in self.symbols:  # what is shared with another loop over it must not keep that loop's new one
-                self.forget()
+            var = _fresh_symbol(stmt.var)
+            if stmt.var in self.symbols:  # values shared with another loop over it have that loop's new variable
+                self.clear_memo()
             self.symbols[stmt.var] = var
             if isinstance(stmt, For):
                 return For(var, self.index(stmt.extent), self.stmt(stmt.body), stmt.kind)
@@ -372,12 +382,12 @@ class Substitute(ProgramRewriter):
         return super().stmt(stmt)
 
 
-def _renewed(var: SymVar) -> SymVar:
+def _fresh_symbol(var: SymVar) -> SymVar:
     return SymVar(var.name, lower=var.lower, upper=var.upper, divisor=var.divisor)
 
 
 class ReplaceLoads(ProgramRewriter):
-    """Replaces every load of a buffer by one value, whatever its indices."""
+    """Replacement of every load of a buffer by one value, regardless of indices."""
 
     def __init__(self, buffer: Buffer, by: Value) -> None:
         super().__init__()

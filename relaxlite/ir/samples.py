@@ -1,4 +1,4 @@
-"""Assignments of variables: random ones for tests, and a few fixed ones that show at once that a claim is false."""
+"""Sample assignments of variables: random ones for tests, fixed ones to refute claims before a proof attempt."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from relaxlite.ir.intervals import Interval
-from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate_with
+from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate_memoized
 
 _STEPS = (2, 3, 5, 7, 11, 13, 17, 19)
 _STYLES = range(4)
-_MAX_ALONE = 4  # variables that are tried at their least and at a large value while the others are at neither
+_MAX_SINGLE_EXTREMES = 4  # variables that are sampled at extreme values while the others are not
 
 
 def sample_values(variables: Iterable[SymVar], rng: random.Random, limit: int = 100) -> dict[SymVar, int]:
-    """A random assignment within the declared bounds and divisors; `limit` is the range where there is no bound."""
+    """Random assignment within declared bounds and divisors; `limit` is the width of the range without a bound."""
     values = {}
     for var in variables:
         step = var.divisor
@@ -32,24 +32,29 @@ def has_counterexample(
     zeros: Sequence[SymExpr],
     domain: Callable[[SymVar], tuple[Interval, int, bool]],
 ) -> bool:
-    """Is the claim < 0 at one of a few points where each fact is >= 0 and each zero is 0?
+    """Whether the claim `claim >= 0` fails at a sample point with every fact >= 0 and every expression of `zeros` 0.
 
-    `domain` gives the bounds of a variable, its divisor, and whether it is a loop variable.
+    `domain` returns the bounds of a variable, its divisor, and whether it is a loop variable.
     """
     variables = dict.fromkeys(v for expr in (claim, *facts, *zeros) for v in expr.free_vars())
     domains = {v: domain(v) for v in variables}
-    styles = [{v: _pick(*domains[v], style, position) for position, v in enumerate(variables)} for style in _STYLES]
-    least, others, *_, large = styles
-    alone = (
-        {**others, v: odd[v]} for v in claim.free_vars()[:_MAX_ALONE] for odd in (least, large) if odd[v] != others[v]
+    styles = [
+        {v: _sample_value(*domains[v], style, position) for position, v in enumerate(variables)} for style in _STYLES
+    ]
+    minimal, base, *_, large = styles
+    single_extremes = (
+        {**base, v: extreme[v]}
+        for v in claim.free_vars()[:_MAX_SINGLE_EXTREMES]
+        for extreme in (minimal, large)
+        if extreme[v] != base[v]
     )
-    for values in itertools.chain(styles, alone):
+    for values in itertools.chain(styles, single_extremes):
         known = dict[SymExpr, int](values.items())
         try:
             if (
-                evaluate_with(claim, known) < 0
-                and all(evaluate_with(fact, known) >= 0 for fact in facts)
-                and all(evaluate_with(zero, known) == 0 for zero in zeros)
+                evaluate_memoized(claim, known) < 0
+                and all(evaluate_memoized(fact, known) >= 0 for fact in facts)
+                and all(evaluate_memoized(zero, known) == 0 for zero in zeros)
             ):
                 return True
         except ZeroDivisionError:
@@ -57,8 +62,8 @@ def has_counterexample(
     return False
 
 
-def _pick(bounds: Interval, divisor: int, is_loop: bool, style: int, position: int) -> int:
-    """The least value of all variables, small values in two orders, large values; loop variables start their loops."""
+def _sample_value(bounds: Interval, divisor: int, is_loop: bool, style: int, position: int) -> int:
+    """Sample value of a variable: style 0 minimal, 1 and 2 small, 3 large; of a loop variable, the first or second."""
     low, high = bounds
     if low is None:
         low = -11 if style == 0 else 0

@@ -1,21 +1,20 @@
-"""What each scalar function of tensor programs means, in NumPy: the oracle of the interpreter and of the tests.
+"""NumPy reference of the scalar functions of tensor programs, for the interpreter and the tests.
 
-Machine code (codegen/llvm/scalars.py) agrees in all of the following:
+Machine code (codegen/llvm/scalars.py) has the same semantics:
 
-- Integers wrap. Integer division by zero gives quotient 0 and remainder 0, of both signs and both roundings, and never
-  crashes; INT_MIN // -1 wraps. `pow` with a negative exponent is the reciprocal rounded towards zero: 1 and -1 have
-  one, every other base (0 too) gives 0.
-- A shift by a negative count, or by the width or more, shifts everything out: 0, or -1 for a negative number to the
-  right.
-- `min` and `max` give NaN when an operand is NaN.
+- Integers wrap. Integer division by zero gives quotient 0 and remainder 0, signed or not, for both roundings;
+  INT_MIN // -1 wraps. `pow` with a negative exponent is the reciprocal rounded towards zero: nonzero for the bases 1
+  and -1 only.
+- A shift by a negative count, or by the bit width or more, gives 0, or -1 for a right shift of a negative number.
+- `min` and `max` propagate NaN.
 - `round` rounds to nearest, ties to even. `sign` of NaN is NaN.
-- float16 and bfloat16 are computed in float32 and rounded to nearest even. (Here after every function; machine code
-  rounds only where a value is stored or cast, so results may differ in the last place.)
+- float16 and bfloat16 are computed in float32 and rounded to nearest even: here after every function, in machine code
+  only at stores and casts, so results may differ in the last place.
 - A cast of a float to an integer truncates towards zero and saturates; NaN becomes 0. A cast to bool tests != 0, so
-  that NaN is true. Integers wrap.
-- Arithmetic on bool: add is `or`, mul is `and`, sub is `xor`; the rest as uint8, tested != 0.
+  NaN becomes true. Integers wrap.
+- Arithmetic on bool: add is `or`, mul is `and`, sub is `xor`; other functions compute in uint8 and test != 0.
 
-Every function takes and gives arrays of the NumPy types that `relaxlite.dtypes` names, and broadcasts.
+All functions take and return arrays of the NumPy dtypes that `relaxlite.dtypes` lists, and broadcast.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from numpy.typing import NDArray
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.intrinsics import (
-    BITS,
-    DOT2_INT16,
-    DOT4_BYTES,
+    BITCAST_TO_FLOAT32,
+    DOT2_PACKED_BF16,
+    DOT2_PACKED_INT16,
+    DOT4_PACKED_U8S8,
     DOT_PRODUCTS,
     INTRINSICS,
     LOOKUP,
     NARROW,
-    NEAREST,
-    PACKED_BYTES,
-    PAIR,
-    PAIRS,
+    PACK_BF16,
+    PACK_BYTES,
+    ROUND_TO_INT32,
     type_error,
 )
 
@@ -81,7 +80,7 @@ _BOOL_BINARY = {
 
 
 def apply_unary(op: str, x: Array) -> Array:
-    """One of UNARY. TypeError where it has no meaning for the element type: `exp` of an integer."""
+    """Apply a function of `UNARY`. Raises TypeError for an unsupported dtype, such as `exp` of an integer."""
     x = np.asarray(x)
     dtype = _dtype_of(x)
     with np.errstate(all="ignore"):
@@ -135,7 +134,10 @@ def _unary_int(op: str, x: Array) -> Array:
 
 
 def apply_binary(op: str, a: Array, b: Array) -> Array:
-    """One of BINARY, of two arrays of one element type, which is the result's."""
+    """Apply a function of `BINARY` to two arrays of one dtype, which is also the result's.
+
+    Raises TypeError for two dtypes, or an unsupported dtype.
+    """
     a, b = np.asarray(a), np.asarray(b)
     dtype = _dtype_of(a)
     if dtype != _dtype_of(b):
@@ -188,47 +190,50 @@ def _int_pow(a: Array, b: Array) -> Array:
 
 
 def apply_compare(op: str, a: Array, b: Array) -> Array:
-    """One of COMPARE; a comparison with NaN is false, but for `ne`."""
+    """Apply a comparison of `COMPARE`. Comparisons with NaN are false, except `ne`."""
     with np.errstate(invalid="ignore"):
         return np.asarray(_COMPARE[op](a, b))
 
 
 def apply_combine(op: str, a: Array, b: Array) -> Array:
-    """One step of a reduction, one of COMBINE: the accumulator first."""
+    """Apply one step of a reduction, a function of `COMBINE`; `a` is the accumulator."""
     return np.where(b > a, b, a) if op == "maxnum" else apply_binary(op, a, b)
 
 
 def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
-    """One of ir/intrinsics.py, whose docstring says what each computes and how it rounds."""
+    """Apply an intrinsic of ir/intrinsics.py, whose docstring defines results and rounding.
+
+    Raises TypeError for an unknown name or wrong dtypes.
+    """
     args = tuple(np.asarray(a) for a in args)
-    given = tuple(_dtype_of(a) for a in args)
-    known = INTRINSICS.get(name)
-    problem = type_error(name, given, (known and known.result) or (given[0] if given else ""))
+    arg_dtypes = tuple(_dtype_of(a) for a in args)
+    signature = INTRINSICS.get(name)
+    problem = type_error(name, arg_dtypes, (signature and signature.result) or (arg_dtypes[0] if arg_dtypes else ""))
     if problem is not None:
         raise TypeError(problem)
-    if name == "fma" and given[0] == "float32":  # whose products float64 holds, so that it is rounded once here, too
+    if name == "fma" and arg_dtypes[0] == "float32":  # float64 holds the products exactly: one rounding
         x, y, z = (arg.astype(np.float64) for arg in args)
         with np.errstate(all="ignore"):
             return np.asarray((x * y + z).astype(np.float32))
     if name == "fma":
         return apply_binary("add", apply_binary("mul", args[0], args[1]), args[2])
-    if name == PACKED_BYTES:
+    if name == PACK_BYTES:
         bits = [a.astype(np.uint8).astype(np.uint32) << np.uint32(8 * n) for n, a in enumerate(args)]
         return np.asarray(bits[0] | bits[1] | bits[2] | bits[3]).astype(np.int32)
-    if name == NEAREST:
-        is_held = np.abs(args[0]) < 2.0**31
-        return np.where(is_held, np.rint(np.where(is_held, args[0], 0)), -(2.0**31)).astype(np.int32)
+    if name == ROUND_TO_INT32:
+        in_range = np.abs(args[0]) < 2.0**31
+        return np.where(in_range, np.rint(np.where(in_range, args[0], 0)), -(2.0**31)).astype(np.int32)
     if name == NARROW:
         return cast(args[0], "bfloat16")
-    if name == BITS:
+    if name == BITCAST_TO_FLOAT32:
         return args[0].view(np.float32)
-    if name == PAIR:
+    if name == PACK_BF16:
         low, high = (a.view(np.uint16).astype(np.uint32) for a in args)
         return np.asarray(low | high << np.uint32(16)).astype(np.int32)
-    if name == PAIRS:
+    if name == DOT2_PACKED_BF16:
         a, b = ([_half(x, n) for n in range(2)] for x in args[1:])
         return apply_intrinsic("dot2_bf16", (args[0], *a, *b))
-    if name == DOT2_INT16:
+    if name == DOT2_PACKED_INT16:
         a, b = ([(x >> np.int32(16 * n)).astype(np.int16) for n in range(2)] for x in args[1:])
         return apply_intrinsic("dot2_i16", (args[0], *a, *b))
     if name == LOOKUP:
@@ -237,7 +242,7 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
             table[index].astype(np.int32) << np.int32(8 * n) for n, index in enumerate(_bytes_of(args[0], np.uint8))
         ]
         return np.asarray(result[0] | result[1] | result[2] | result[3])
-    if name == DOT4_BYTES:
+    if name == DOT4_PACKED_U8S8:
         a, b = (_bytes_of(x, dtype) for x, dtype in zip(args[1:3], (np.uint8, np.int8), strict=True))
         return apply_intrinsic("dot4_u8s8", (args[0], *a, *b))
     dot = DOT_PRODUCTS[name]
@@ -248,19 +253,19 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
     return np.asarray(total)
 
 
-def _half(words: Array, number: int) -> Array:
-    """One of the two bfloat16 of each word."""
-    array: Array = (words >> np.int32(16 * number)).astype(np.uint16).view(dtypes.to_numpy("bfloat16"))
+def _half(packed: Array, number: int) -> Array:
+    """Lower (0) or upper (1) bfloat16 of each packed int32."""
+    array: Array = (packed >> np.int32(16 * number)).astype(np.uint16).view(dtypes.to_numpy("bfloat16"))
     return array
 
 
-def _bytes_of(words: Array, dtype: Any) -> list[Array]:
-    """The four bytes of each word, lowest first."""
-    return [(words >> np.int32(8 * n)).astype(dtype) for n in range(4)]
+def _bytes_of(packed: Array, dtype: Any) -> list[Array]:
+    """Four bytes of each packed int32, lowest first."""
+    return [(packed >> np.int32(8 * n)).astype(dtype) for n in range(4)]
 
 
 def cast(x: Array, dtype: DType) -> Array:
-    """To another element type."""
+    """Convert to another dtype."""
     x = np.asarray(x)
     source, target = _dtype_of(x), dtypes.to_numpy(dtype)
     with np.errstate(all="ignore"):
@@ -291,5 +296,5 @@ def _dtype_of(x: Array) -> DType:
 
 
 def _widen(x: Array) -> Array:
-    """The type that a float is computed in."""
+    """Convert 16-bit floats to float32, in which they are computed."""
     return x.astype(np.float32) if x.dtype.itemsize == 2 else x

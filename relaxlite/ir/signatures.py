@@ -1,7 +1,7 @@
-"""Do two types agree, and does a call fit the signature of what it calls?
+"""Compatibility of types, and of calls with the signatures of their callees.
 
-Dimensions agree when an Analyzer proves them equal: not proven is not equal. Every function gives the reason of a
-disagreement as text, or None.
+Dimensions are equal if an Analyzer proves it; unproven equality is a mismatch. Functions return the reason of a
+mismatch as text, or None.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ Dims = tuple[SymExpr, ...]
 
 
 def mismatch(claimed: Type, actual: Type, analyzer: Analyzer, *, is_exact: bool = False) -> str | None:
-    """Why a value of type `actual` cannot pass as `claimed`, which may know less, unless `is_exact`."""
+    """Compare a value's type with the type claimed for it: reason of a mismatch, or None.
+
+    `claimed` may be less specific than `actual` (unknown rank or shape), unless `is_exact`.
+    """
     if isinstance(claimed, TensorType) and isinstance(actual, TensorType):
         if claimed.dtype != actual.dtype:
             return f"dtype {claimed.dtype} against {actual.dtype}"
@@ -45,7 +48,7 @@ def _dims_mismatch(
         if is_exact and (right_dims is not None or claimed.rank != actual.rank):
             return "a type that knows less against one that knows more"
         is_same = claimed.rank is None or claimed.rank == actual.rank
-        return None if is_same else f"rank {claimed.rank} against {_rank(actual.rank)}"
+        return None if is_same else f"rank {claimed.rank} against {_rank_text(actual.rank)}"
     if right_dims is None:
         return f"shape ({', '.join(map(str, left_dims))}) against an unknown one"
     if len(left_dims) != len(right_dims):
@@ -56,22 +59,25 @@ def _dims_mismatch(
     return None
 
 
-def _rank(rank: int | None) -> str:
+def _rank_text(rank: int | None) -> str:
     return "an unknown one" if rank is None else str(rank)
 
 
 def dims_of(ty: Type) -> Dims | None:
-    """The dimensions of a tensor, or the values of a shape, where they are known."""
+    """Dimensions of a tensor type, or values of a shape type; None if unknown."""
     if isinstance(ty, TensorType):
         return ty.shape
     return ty.values if isinstance(ty, ShapeType) else None
 
 
-def bind(params: Sequence[Type], args: Sequence[Type], values: dict[SymVar, SymExpr]) -> None:
-    """Add to `values` what the symbols that stand alone in the parameters' types are for these arguments."""
+def bind_symbols(params: Sequence[Type], args: Sequence[Type], values: dict[SymVar, SymExpr]) -> None:
+    """Bind symbols of parameters to dimensions of arguments, in `values`.
+
+    Only a symbol that is a whole dimension of a parameter type is bound; existing bindings are kept.
+    """
     for param, arg in zip(params, args, strict=False):
         if isinstance(param, TupleType) and isinstance(arg, TupleType):
-            bind(param.fields, arg.fields, values)
+            bind_symbols(param.fields, arg.fields, values)
             continue
         for left, right in zip(dims_of(param) or (), dims_of(arg) or (), strict=False):
             if isinstance(left, SymVar):
@@ -79,7 +85,7 @@ def bind(params: Sequence[Type], args: Sequence[Type], values: dict[SymVar, SymE
 
 
 def instantiate(ty: Type, values: Mapping[SymVar, SymExpr], keep: Collection[SymVar] = ()) -> Type:
-    """A type under an assignment. A shape with a symbol that is neither assigned nor in `keep` becomes unknown."""
+    """Substitute symbols in a type. A shape with a symbol neither in `values` nor in `keep` becomes unknown."""
     if isinstance(ty, TupleType):
         return TupleType(tuple(instantiate(field, values, keep) for field in ty.fields))
     dims = dims_of(ty)
@@ -93,8 +99,8 @@ def instantiate(ty: Type, values: Mapping[SymVar, SymExpr], keep: Collection[Sym
 def match_arguments(
     params: Sequence[Type], args: Sequence[Type], values: dict[SymVar, SymExpr], analyzer: Analyzer
 ) -> str | None:
-    """Bind the symbols of the parameters and compare each type."""
-    bind(params, args, values)
+    """Bind the symbols of parameters in `values` and compare all types: reason of a mismatch, or None."""
+    bind_symbols(params, args, values)
     for k, (param, arg) in enumerate(zip(params, args, strict=True)):
         reason = mismatch(instantiate(param, values), arg, analyzer)
         if reason is not None:
@@ -108,15 +114,15 @@ def match_arguments(
 def call_mismatch(
     call: Call, callee: Function | TensorProgram | ExternFunction | FuncType, analyzer: Analyzer
 ) -> str | None:
-    """Why a call does not fit what it calls. `args` have been checked one by one before."""
+    """Compare a call with the signature of its callee: reason of a mismatch, or None."""
     args = [arg.ty for arg in call.args]
     if isinstance(callee, TensorProgram):
         return _program_mismatch(call, args, callee, analyzer)
     if isinstance(callee, ExternFunction):
-        passed = args if is_destination_passing(call) else [*args, *_results(call.ty)]
+        passed = args if is_destination_passing(call) else [*args, *_result_types(call.ty)]
         if len(passed) != len(callee.params):
             num_inputs = len(callee.params) - callee.num_outputs
-            return f"takes {num_inputs} inputs and {callee.num_outputs} outputs, {_got(call)}"
+            return f"takes {num_inputs} inputs and {callee.num_outputs} outputs, {_describe_args(call)}"
         return match_arguments(callee.params, passed, {}, analyzer)
     ty = callee if isinstance(callee, FuncType) else callee.ty
     if len(args) != len(ty.params):
@@ -130,29 +136,30 @@ def call_mismatch(
 
 
 def is_destination_passing(call: Call) -> bool:
+    """Whether a call passes its outputs as arguments and returns nothing."""
     return call.ty == UNIT
 
 
-def _got(call: Call) -> str:
+def _describe_args(call: Call) -> str:
     if is_destination_passing(call):
         return f"got {len(call.args)} arguments in destination-passing form"
-    return f"got {len(call.args)} inputs for {len(_results(call.ty))} results"
+    return f"got {len(call.args)} inputs for {len(_result_types(call.ty))} results"
 
 
-def _results(ty: Type) -> tuple[Type, ...]:
+def _result_types(ty: Type) -> tuple[Type, ...]:
     return ty.fields if isinstance(ty, TupleType) else (ty,)
 
 
 def _program_mismatch(call: Call, args: list[Type], program: TensorProgram, analyzer: Analyzer) -> str | None:
     if len(call.sym_args) != len(program.symbols):
         return f"takes {len(program.symbols)} symbols, got {len(call.sym_args)}"
-    passed = args if is_destination_passing(call) else [*args, *_results(call.ty)]
+    passed = args if is_destination_passing(call) else [*args, *_result_types(call.ty)]
     if len(passed) != len(program.params):
-        return f"takes {len(program.inputs)} inputs and {program.num_outputs} outputs, {_got(call)}"
+        return f"takes {len(program.inputs)} inputs and {program.num_outputs} outputs, {_describe_args(call)}"
     values = dict(zip(program.symbols, call.sym_args, strict=True))
     for symbol, value in values.items():
-        if not _keeps_facts(symbol, value, analyzer):
-            return f"symbol {symbol.name} is declared {_facts(symbol)}, which is not proven of {value}"
+        if not _satisfies_facts(symbol, value, analyzer):
+            return f"symbol {symbol.name} is declared {_facts_text(symbol)}, which is not proven of {value}"
     for buffer, ty in zip(program.params, passed, strict=True):
         shape = tuple(substitute(dim, values) for dim in buffer.shape)
         reason = mismatch(TensorType(shape, buffer.dtype, len(shape)), ty, analyzer)
@@ -161,8 +168,8 @@ def _program_mismatch(call: Call, args: list[Type], program: TensorProgram, anal
     return None
 
 
-def _keeps_facts(symbol: SymVar, value: SymExpr, analyzer: Analyzer) -> bool:
-    """Whether a value is proven to keep a symbol's facts. That it is not negative is not asked: sizes never are."""
+def _satisfies_facts(symbol: SymVar, value: SymExpr, analyzer: Analyzer) -> bool:
+    """Whether a value provably satisfies a symbol's facts. Nonnegativity is not checked: sizes are never negative."""
     if value is symbol:
         return True
     if symbol.lower is not None and symbol.lower > 0 and not analyzer.can_prove_le(symbol.lower, value):
@@ -172,5 +179,5 @@ def _keeps_facts(symbol: SymVar, value: SymExpr, analyzer: Analyzer) -> bool:
     return symbol.divisor == 1 or analyzer.can_prove_divisible(value, symbol.divisor)
 
 
-def _facts(symbol: SymVar) -> str:
+def _facts_text(symbol: SymVar) -> str:
     return f"lower={symbol.lower}, upper={symbol.upper}, divisor={symbol.divisor}"

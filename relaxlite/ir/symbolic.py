@@ -1,18 +1,12 @@
-"""Symbolic integers: the one language of dimensions, loop extents, buffer indices and guards.
+"""Symbolic integers, for dimensions, loop extents, buffer indices and guards.
 
 A `SymExpr` is a canonical sum `const + c1*m1 + c2*m2 + ...` where each monomial m is a sorted product of atoms. An atom
-is a `SymVar`, or a `FloorDiv`, `FloorMod`, `Min` or `Max` of two expressions. Atoms are themselves `SymExpr`s (a sum of
-one term: themselves), and every expression is interned: two expressions with the same canonical form are the same
-object, so `is` and `==` mean "written the same", and a set of expressions is cheap. A constant also equals its `int`.
+is a `SymVar`, or a `FloorDiv`, `FloorMod`, `Min` or `Max` of two expressions. An atom is a `SymExpr` too, a sum of one
+term. Expressions are interned: equal canonical forms are one object, so `is` and `==` compare canonical forms, and
+hashing is by identity. A constant also equals its `int`.
 
-There is no `<`: a comparison of symbolic values is a question with three answers. Ask an `Analyzer` (ir/analyzer.py).
-A division is meant where its divisor is not zero: `n*k // k` is `n`.
-
-    >>> n = SymVar("n")
-    >>> str((n + 1) * 4 - n)
-    'n*3 + 4'
-    >>> (n * 4) // 4 is n
-    True
+There is no `<`: a comparison may be true, false or unknown; use an `Analyzer` (ir/analyzer.py).
+Division assumes a nonzero divisor: `n*k // k` is `n`.
 """
 
 from __future__ import annotations
@@ -25,19 +19,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, NoReturn, SupportsIndex, TypeAlias
 
-from relaxlite.ir.interning import Interned
+from relaxlite.ir.interning import InternTable
 
-IntLike: TypeAlias = "int | SymExpr"  # a NumPy integer does at run time
+IntLike: TypeAlias = "int | SymExpr"  # NumPy integers are accepted too
 Monomial: TypeAlias = "tuple[SymExpr, ...]"
 Terms: TypeAlias = "tuple[tuple[Monomial, int], ...]"
 
-_interned: Interned[SymExpr] = Interned()
-_references, _keep = _interned.references, _interned.keep
+_interned: InternTable[SymExpr] = InternTable()
+_references, _keep = _interned.references, _interned.intern
 _serial = itertools.count()
 
 
 class SymExpr:
-    """An immutable, interned symbolic integer. Make one with `sym`, a `SymVar`, or arithmetic; never directly."""
+    """Immutable, interned symbolic integer. Created by `sym`, `SymVar` or arithmetic, never directly."""
 
     __slots__ = ("__weakref__", "_key", "_vars", "const", "terms")
 
@@ -48,11 +42,12 @@ class SymExpr:
 
     @property
     def is_const(self) -> bool:
+        """Whether the expression is an integer constant, `const`."""
         return not self.terms
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A total order that depends on names first, so that printing is deterministic."""
+        """Sort key of a total order, by names first, so that printing is deterministic."""
         if self._key is None:
             self._key = self._make_key()
         return self._key
@@ -61,7 +56,7 @@ class SymExpr:
         return (9, tuple((tuple(atom.key for atom in m), c) for m, c in self.terms), self.const)
 
     def free_vars(self) -> tuple[SymVar, ...]:
-        """The variables that occur, in order of first occurrence."""
+        """Variables of the expression, in order of first occurrence."""
         if self._vars is None:
             self._vars = self._find_vars()
         return self._vars
@@ -69,8 +64,8 @@ class SymExpr:
     def _find_vars(self) -> tuple[SymVar, ...]:
         return tuple(dict.fromkeys(v for monomial, _ in self.terms for atom in monomial for v in atom.free_vars()))
 
-    # Written the same is the same object, at the speed of C; that `n == m` is False does not say that the two differ at
-    # run time. Only a constant also equals its int: _Constant.
+    # Expressions are interned, so equality of canonical forms is identity. `n == m` being False does not mean that the
+    # values differ at run time. Only a constant also equals its int (_Constant).
     __eq__, __hash__ = object.__eq__, object.__hash__
 
     def __add__(self, other: IntLike) -> SymExpr:
@@ -147,9 +142,9 @@ class SymExpr:
 
 
 class SymVar(SymExpr):
-    """A named unknown integer with what is known about it: `lower <= v`, `v <= upper`, `v % divisor == 0`.
+    """Variable with facts: `lower <= v`, `v <= upper`, `v % divisor == 0`. Compared by identity, not by name.
 
-    Two variables of one name are different variables: identity counts, names are for people.
+    Raises ValueError for facts that no integer satisfies.
     """
 
     __slots__ = ("divisor", "lower", "name", "serial", "upper")
@@ -168,7 +163,7 @@ class SymVar(SymExpr):
 
 
 class _Constant(SymExpr):
-    """An integer; equal to it."""
+    """Constant expression; equal to its int."""
 
     __slots__ = ()
 
@@ -181,8 +176,8 @@ class _Constant(SymExpr):
         return hash(self.const)
 
 
-class Pair(SymExpr):
-    """An atom of two expressions."""
+class BinaryAtom(SymExpr):
+    """Atom with two operands: quotient, remainder, min or max."""
 
     __slots__ = ("a", "b")
     rank: ClassVar[int]
@@ -197,37 +192,41 @@ class Pair(SymExpr):
         return tuple(dict.fromkeys(self.a.free_vars() + self.b.free_vars()))
 
 
-class FloorDiv(Pair):
-    """a // b, rounded towards minus infinity."""
+class FloorDiv(BinaryAtom):
+    """Quotient a // b, rounded towards minus infinity."""
 
     __slots__ = ()
     rank, symbol = 1, "//"
 
 
-class FloorMod(Pair):
-    """a % b with the sign of b."""
+class FloorMod(BinaryAtom):
+    """Remainder a % b with the sign of b."""
 
     __slots__ = ()
     rank, symbol = 2, "%"
 
 
-class Min(Pair):
+class Min(BinaryAtom):
+    """Minimum of a and b."""
+
     __slots__ = ()
     rank, symbol = 3, "min"
 
 
-class Max(Pair):
+class Max(BinaryAtom):
+    """Maximum of a and b."""
+
     __slots__ = ()
     rank, symbol = 4, "max"
 
 
 Division: TypeAlias = FloorDiv | FloorMod
 Extremum: TypeAlias = Min | Max
-Atom: TypeAlias = SymVar | Pair
+Atom: TypeAlias = SymVar | BinaryAtom
 
 
 def sym(value: SymExpr | SupportsIndex) -> SymExpr:
-    """An integer (also a NumPy one) as a symbolic expression; expressions pass through; TypeError for a float."""
+    """Convert an integer (Python or NumPy) to a SymExpr; a SymExpr is returned as it is. TypeError for a float."""
     return value if isinstance(value, SymExpr) else _constant(int(operator.index(value)))
 
 
@@ -237,17 +236,19 @@ def _constant(value: int) -> SymExpr:
 
 
 def syms(values: Iterable[IntLike]) -> tuple[SymExpr, ...]:
+    """Convert integers to symbolic expressions."""
     return tuple(sym(v) for v in values)
 
 
 def as_int(expr: IntLike) -> int | None:
-    """The value of a constant expression, or None."""
+    """Value of a constant expression; None if not constant."""
     if isinstance(expr, SymExpr):
         return expr.const if not expr.terms else None
     return int(operator.index(expr))
 
 
 def product(values: Iterable[IntLike]) -> SymExpr:
+    """Product of integers; 1 if there are none."""
     return functools.reduce(operator.mul, values, sym(1))
 
 
@@ -256,37 +257,37 @@ def _intern(const: int, terms: Terms) -> SymExpr:
         return terms[0][0][0]  # the sum of one atom is that atom
     key = (const, terms)
     reference = _references.get(key)
-    result = None if reference is None else reference()
-    if result is None:
-        sym_expr = SymExpr() if terms else _Constant()
-        sym_expr.const, sym_expr.terms, sym_expr._vars, sym_expr._key = const, terms, None, None
-        result = _keep(key, sym_expr)
-    return result
+    interned = None if reference is None else reference()
+    if interned is None:
+        created = SymExpr() if terms else _Constant()
+        created.const, created.terms, created._vars, created._key = const, terms, None, None
+        interned = _keep(key, created)
+    return interned
 
 
-def _atom(kind: type[Pair], a: SymExpr, b: SymExpr) -> SymExpr:
+def _atom(kind: type[BinaryAtom], a: SymExpr, b: SymExpr) -> SymExpr:
     key = (kind, a, b)
     reference = _references.get(key)
-    found = None if reference is None else reference()
-    if found is None:
-        result = kind()
-        result.a, result.b, result.const, result._vars, result._key = a, b, 0, None, None
-        result.terms = (((result,), 1),)
-        found = _keep(key, result)
-    return found
+    atom = None if reference is None else reference()
+    if atom is None:
+        created = kind()
+        created.a, created.b, created.const, created._vars, created._key = a, b, 0, None, None
+        created.terms = (((created,), 1),)
+        atom = _keep(key, created)
+    return atom
 
 
 def _term_key(term: tuple[Monomial, int]) -> tuple[object, ...]:
-    """The order of terms: by degree, then by the atoms. Multiplying terms by one monomial keeps it."""
+    """Sort key of terms: degree, then atoms. Multiplication by a monomial preserves the order."""
     monomial = term[0]
     return (len(monomial), [atom._key or atom.key for atom in monomial])
 
 
 def _from_dict(const: int, coefs: Mapping[Monomial, int]) -> SymExpr:
-    kept = [item for item in coefs.items() if item[1] != 0]
-    if len(kept) > 1:
-        kept.sort(key=_term_key)
-    return _intern(const, tuple(kept))
+    terms = [item for item in coefs.items() if item[1] != 0]
+    if len(terms) > 1:
+        terms.sort(key=_term_key)
+    return _intern(const, tuple(terms))
 
 
 def _add(a: SymExpr, b: SymExpr, sign: int) -> SymExpr:
@@ -334,7 +335,7 @@ def _multiply_by_term(a: SymExpr, monomial: Monomial, coef: int) -> SymExpr:
 
 
 def _join(left: Monomial, right: Monomial) -> Monomial:
-    """The product, sorted."""
+    """Product of two monomials, sorted."""
     return tuple(sorted(left + right, key=_atom_key)) if left and right else left or right
 
 
@@ -343,9 +344,9 @@ def _atom_key(atom: SymExpr) -> tuple[object, ...]:
 
 
 def _split_multiple(a: SymExpr, b: SymExpr) -> tuple[SymExpr, SymExpr]:
-    """(q, r) with a == q*b + r, where q takes what makes r shorter than a.
+    """Split off multiples of b: (q, r) with a == q*b + r, where r is shorter than a.
 
-    For a constant b > 0, the coefficients of r are between -b and b, its constant between 0 and b - 1.
+    For a constant b > 0, the coefficients of r are between -b and b, its constant is between 0 and b - 1.
     """
     if b.is_const:
         whole = {m: (abs(c) // b.const) * (1 if c > 0 else -1) for m, c in a.terms}
@@ -354,9 +355,9 @@ def _split_multiple(a: SymExpr, b: SymExpr) -> tuple[SymExpr, SymExpr]:
     divisor, factor = b.terms[0]
     quotient, rest = sym(0), a
     for monomial, coef in a.terms:
-        left = divide_monomial(monomial, divisor) if coef % factor == 0 else None
-        if left is not None:
-            part = monomial_expr(left, coef // factor)
+        cofactor = divide_monomial(monomial, divisor) if coef % factor == 0 else None
+        if cofactor is not None:
+            part = monomial_expr(cofactor, coef // factor)
             shorter = rest - part * b
             if _length(shorter) < _length(rest):
                 quotient, rest = quotient + part, shorter
@@ -368,7 +369,7 @@ def _length(expr: SymExpr) -> int:
 
 
 def _cancel_common(a: SymExpr, b: SymExpr) -> tuple[SymExpr, SymExpr, SymExpr]:
-    """(a', b', f) with a == a'*f and b == b'*f, for the largest product f of a positive constant and atoms."""
+    """Cancel the greatest common factor f, a positive constant times atoms: (a', b', f) with a == a'*f, b == b'*f."""
     terms = (*a.terms, *b.terms)
     factor = math.gcd(a.const, b.const, *[c for _, c in terms])
     common: Monomial = ()
@@ -385,22 +386,22 @@ def _cancel_common(a: SymExpr, b: SymExpr) -> tuple[SymExpr, SymExpr, SymExpr]:
 
 
 def monomial_expr(monomial: Monomial, coef: int = 1) -> SymExpr:
-    """coef * the product of the atoms; the empty product is 1."""
+    """Expression coef * monomial; the empty monomial is 1."""
     return _intern(0, ((monomial, coef),)) if monomial and coef else sym(coef if not monomial else 0)
 
 
 def divide_monomial(monomial: Monomial, divisor: Monomial) -> Monomial | None:
-    """What is left of the product, or None where the divisor is not part of it."""
-    left = list(monomial)
+    """Quotient of two monomials; None if the divisor does not divide the monomial."""
+    remaining = list(monomial)
     for atom in divisor:
-        if atom not in left:
+        if atom not in remaining:
             return None
-        left.remove(atom)
-    return tuple(left)
+        remaining.remove(atom)
+    return tuple(remaining)
 
 
 def floordiv(a: IntLike, b: IntLike) -> SymExpr:
-    """a // b; what b divides exactly leaves the division. Raises ZeroDivisionError for a constant zero b."""
+    """Canonical a // b; terms that b divides are moved out of the quotient. ZeroDivisionError for b == 0."""
     a, b = sym(a), sym(b)
     if b.is_const and b.const == 0:
         raise ZeroDivisionError(f"symbolic division {a} // 0")
@@ -416,11 +417,11 @@ def floordiv(a: IntLike, b: IntLike) -> SymExpr:
 
 
 def _div_by_const(a: SymExpr, b: int) -> SymExpr:
-    """a // b, where no coefficient of a reaches b.
+    """Canonical a // b for a constant b greater than every coefficient of a.
 
-    (2n + 1) // 4 == n // 2: divide by what is common to the coefficients and the divisor.
-    -n // 4 == -((n + 3) // 4): the first coefficient is positive.
-    (x // p + c) // q == (x + c*p) // (p*q): one form for chains of divisions.
+    Divide by the gcd of coefficients and divisor: (2n + 1) // 4 == n // 2.
+    Make the first coefficient positive: -n // 4 == -((n + 3) // 4).
+    Merge nested quotients: (x // p + c) // q == (x + c*p) // (p*q).
     """
     common = math.gcd(b, *(c for _, c in a.terms))
     if common > 1:
@@ -434,7 +435,7 @@ def _div_by_const(a: SymExpr, b: int) -> SymExpr:
 
 
 def floormod(a: IntLike, b: IntLike) -> SymExpr:
-    """a % b with the sign of b; what b divides exactly vanishes. Raises ZeroDivisionError for a constant zero b."""
+    """Canonical a % b with the sign of b; terms that b divides vanish. ZeroDivisionError for b == 0."""
     a, b = sym(a), sym(b)
     if b.is_const and b.const == 0:
         raise ZeroDivisionError(f"symbolic modulo {a} % 0")
@@ -454,33 +455,34 @@ def floormod(a: IntLike, b: IntLike) -> SymExpr:
 
 
 def ceildiv(a: IntLike, b: IntLike) -> SymExpr:
-    """The least integer >= a / b, for positive b."""
+    """Quotient a / b rounded up, for b > 0."""
     return floordiv(sym(a) + (sym(b) - 1), b)
 
 
 def smin(*values: IntLike) -> SymExpr:
-    """The least of the values; those that are decided without knowing a variable are (n + 1 against n + 3)."""
+    """Minimum of the values; operands with constant differences, as n + 1 and n + 3, are reduced to one."""
     return _extremum(Min, -1, syms(values))
 
 
 def smax(*values: IntLike) -> SymExpr:
+    """Maximum of the values; operands with constant differences, as n + 1 and n + 3, are reduced to one."""
     return _extremum(Max, 1, syms(values))
 
 
-def _extremum(kind: type[Pair], sign: int, values: Iterable[SymExpr]) -> SymExpr:
-    first, *others = (operands(value) if type(value) is kind else (value,) for value in values)
-    kept = list(first)  # of one extremum: not decided among themselves
-    for value in itertools.chain.from_iterable(others):
-        gaps = [(value - other) * sign for other in kept]  # positive: the new value wins
+def _extremum(kind: type[BinaryAtom], sign: int, values: Iterable[SymExpr]) -> SymExpr:
+    first, *rest = (extremum_operands(value) if type(value) is kind else (value,) for value in values)
+    candidates = list(first)  # operands of one extremum: no constant differences among them
+    for value in itertools.chain.from_iterable(rest):
+        gaps = [(value - candidate) * sign for candidate in candidates]  # > 0: `value` beats the candidate
         if not any(gap.is_const and gap.const <= 0 for gap in gaps):
-            kept = [other for other, gap in zip(kept, gaps, strict=True) if not gap.is_const]
-            kept.append(value)
-    kept.sort(key=lambda value: value.key)
-    return functools.reduce(lambda a, b: _atom(kind, a, b), kept)
+            candidates = [candidate for candidate, gap in zip(candidates, gaps, strict=True) if not gap.is_const]
+            candidates.append(value)
+    candidates.sort(key=lambda value: value.key)
+    return functools.reduce(lambda a, b: _atom(kind, a, b), candidates)
 
 
-def operands(extremum: SymExpr) -> tuple[SymExpr, ...]:
-    """min(min(a, b), c) has the operands a, b, c."""
+def extremum_operands(extremum: SymExpr) -> tuple[SymExpr, ...]:
+    """Operands of nested extrema of one kind: a, b, c for min(min(a, b), c)."""
     exprs: list[SymExpr] = []
     value = extremum
     while isinstance(value, Extremum) and type(value) is type(extremum):
@@ -490,22 +492,22 @@ def operands(extremum: SymExpr) -> tuple[SymExpr, ...]:
 
 
 def substitute(expr: SymExpr, values: Mapping[SymVar, IntLike]) -> SymExpr:
-    """Replace variables, all at once; the same object when nothing changes."""
+    """Substitute variables simultaneously; the same object if nothing changes."""
     if values.keys().isdisjoint(expr.free_vars()):
         return expr
     if isinstance(expr, SymVar):
         return sym(values[expr])
 
     def replace(atom: SymExpr) -> SymExpr:
-        if isinstance(atom, Pair):
-            return rebuild_pair(atom, substitute(atom.a, values), substitute(atom.b, values))
+        if isinstance(atom, BinaryAtom):
+            return rebuild_atom(atom, substitute(atom.a, values), substitute(atom.b, values))
         return sym(values.get(atom, atom))  # type: ignore[call-overload]
 
     return map_atoms(expr, replace)
 
 
 def map_atoms(expr: SymExpr, change: Callable[[SymExpr], SymExpr]) -> SymExpr:
-    """The same sum of products of changed atoms; the same object when nothing changes."""
+    """Replace every atom of an expression by `change(atom)`; the same object if nothing changes."""
     changed = {atom: change(atom) for monomial, _ in expr.terms for atom in monomial}
     if all([new is atom for atom, new in changed.items()]):
         return expr
@@ -522,29 +524,29 @@ def map_atoms(expr: SymExpr, change: Callable[[SymExpr], SymExpr]) -> SymExpr:
 
 
 def from_terms(const: int, terms: Iterable[tuple[Monomial, int]]) -> SymExpr:
-    """const + the terms, of which some may have one monomial, which may be empty; each monomial is sorted."""
+    """Expression const + sum of terms. Monomials are sorted, may repeat, and may be empty."""
     coefs: dict[Monomial, int] = {}
     for monomial, coef in terms:
         coefs[monomial] = coefs.get(monomial, 0) + coef
     return _from_dict(const + coefs.pop((), 0), coefs)
 
 
-def rebuild_pair(atom: Pair, a: SymExpr, b: SymExpr) -> SymExpr:
-    """The same kind of atom of new operands, canonicalized."""
-    return atom if a is atom.a and b is atom.b else PAIR_MAKERS[type(atom)](a, b)
+def rebuild_atom(atom: BinaryAtom, a: SymExpr, b: SymExpr) -> SymExpr:
+    """Canonical atom of the same kind with new operands."""
+    return atom if a is atom.a and b is atom.b else ATOM_CONSTRUCTORS[type(atom)](a, b)
 
 
-PAIR_MAKERS: dict[type[Pair], Callable[[IntLike, IntLike], SymExpr]]
-PAIR_MAKERS = {FloorDiv: floordiv, FloorMod: floormod, Min: smin, Max: smax}
+ATOM_CONSTRUCTORS: dict[type[BinaryAtom], Callable[[IntLike, IntLike], SymExpr]]
+ATOM_CONSTRUCTORS = {FloorDiv: floordiv, FloorMod: floormod, Min: smin, Max: smax}
 
 
 def evaluate(expr: IntLike, values: Mapping[SymVar, int]) -> int:
-    """The value under an assignment of every variable; KeyError names a missing one."""
-    return evaluate_with(sym(expr), dict[SymExpr, int](values.items()))
+    """Evaluate under an assignment of every variable. KeyError for a missing variable."""
+    return evaluate_memoized(sym(expr), dict[SymExpr, int](values.items()))
 
 
-def evaluate_with(expr: SymExpr, known: dict[SymExpr, int]) -> int:
-    """`evaluate` that notes the values of atoms in `known`: what is mentioned many times is computed once."""
+def evaluate_memoized(expr: SymExpr, known: dict[SymExpr, int]) -> int:
+    """Evaluate with a memo: `known` has the values of variables, and gains those of evaluated atoms."""
     total = expr.const
     for monomial, coef in expr.terms:
         for atom in monomial:
@@ -554,9 +556,10 @@ def evaluate_with(expr: SymExpr, known: dict[SymExpr, int]) -> int:
 
 
 def _evaluate_atom(atom: SymExpr, known: dict[SymExpr, int]) -> int:
-    if not isinstance(atom, Pair):
+    if not isinstance(atom, BinaryAtom):
         raise KeyError(f"no value for symbol {atom}")
-    return known.setdefault(atom, _EVALUATE[type(atom)](evaluate_with(atom.a, known), evaluate_with(atom.b, known)))
+    a, b = evaluate_memoized(atom.a, known), evaluate_memoized(atom.b, known)
+    return known.setdefault(atom, _EVALUATE[type(atom)](a, b))
 
 
 _EVALUATE: Mapping[type, Callable[[int, int], int]] = {
@@ -569,10 +572,8 @@ def _to_text(expr: SymExpr, name_of: Callable[[SymVar], str]) -> str:
     if expr.const != 0 or not pieces:
         pieces.append((expr.const, str(abs(expr.const))))
     first_coef, first = pieces[0]
-    text = ("-" if first_coef < 0 else "") + first
-    for coef, piece in pieces[1:]:
-        text += (" - " if coef < 0 else " + ") + piece
-    return text
+    rest = ((" - " if coef < 0 else " + ") + piece for coef, piece in pieces[1:])
+    return "".join(["-" if first_coef < 0 else "", first, *rest])
 
 
 def _monomial_text(monomial: Monomial, coef: int, name_of: Callable[[SymVar], str]) -> str:
@@ -583,18 +584,17 @@ def _monomial_text(monomial: Monomial, coef: int, name_of: Callable[[SymVar], st
 def _atom_text(atom: SymExpr, name_of: Callable[[SymVar], str]) -> str:
     if isinstance(atom, SymVar):
         return name_of(atom)
-    assert isinstance(atom, Pair)
+    assert isinstance(atom, BinaryAtom)
     if isinstance(atom, Extremum):
-        return f"{atom.symbol}({', '.join(_to_text(operand, name_of) for operand in operands(atom))})"
+        return f"{atom.symbol}({', '.join(_to_text(operand, name_of) for operand in extremum_operands(atom))})"
     a, b = _to_text(atom.a, name_of), _to_text(atom.b, name_of)
     return f"({_parenthesize(atom.a, a)} {atom.symbol} {_parenthesize(atom.b, b)})"
 
 
 def _parenthesize(expr: SymExpr, text: str) -> str:
-    is_closed = isinstance(expr, Atom) or (expr.is_const and expr.const >= 0)
-    return text if is_closed else f"({text})"
+    return text if isinstance(expr, Atom) or (expr.is_const and expr.const >= 0) else f"({text})"
 
 
 def to_text(expr: IntLike, name_of: Callable[[SymVar], str] | None = None) -> str:
-    """Python syntax, with `name_of` choosing the names of variables (printers make them unique)."""
+    """Print in Python syntax; `name_of` maps variables to unique names (default: their own names)."""
     return _to_text(sym(expr), name_of or (lambda v: v.name))

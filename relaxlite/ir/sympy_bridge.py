@@ -1,4 +1,4 @@
-"""Shapes in sympy and back, for those who want to work on them there: `rl.to_sympy`, `rl.from_sympy`.
+"""Conversion of symbolic integers to and from sympy: `rl.to_sympy`, `rl.from_sympy`.
 
 >>> n = SymVar("n", lower=1)
 >>> expr, symbols = to_sympy(n * 2 + n // 4)
@@ -15,14 +15,14 @@ from functools import reduce
 from typing import Any
 
 from relaxlite.errors import InvalidArgumentError
-from relaxlite.ir.symbolic import FloorDiv, FloorMod, IntLike, Min, Pair, SymExpr, SymVar, smax, smin, sym
+from relaxlite.ir.symbolic import BinaryAtom, FloorDiv, FloorMod, IntLike, Min, SymExpr, SymVar, smax, smin, sym
 
 
 def to_sympy(expr: IntLike) -> tuple[Any, dict[Any, SymVar]]:
-    """The expression in sympy, and by sympy's symbols the variables that they stand for.
+    """Convert to sympy: (expression, sympy symbol -> variable).
 
-    Symbols are integers, positive or nonnegative where a variable's lower bound says so; two variables of one name get
-    symbols of two names. Raises ModuleNotFoundError without sympy.
+    Symbols are integers, positive or nonnegative by the variable's lower bound. Symbols have unique names. Raises
+    ModuleNotFoundError without sympy.
     """
     import sympy
 
@@ -37,7 +37,7 @@ def to_sympy(expr: IntLike) -> tuple[Any, dict[Any, SymVar]]:
     def atom(a: SymExpr) -> Any:
         if isinstance(a, SymVar):
             return symbols[a]
-        assert isinstance(a, Pair)
+        assert isinstance(a, BinaryAtom)
         left, right = of(a.a), of(a.b)
         if isinstance(a, FloorDiv):
             return sympy.floor(left / right)
@@ -53,9 +53,9 @@ def to_sympy(expr: IntLike) -> tuple[Any, dict[Any, SymVar]]:
 
 
 def from_sympy(expr: Any, symbols: Mapping[Any, SymVar]) -> SymExpr:
-    """The expression of integers, sums, products, powers, floor(a/b), Mod, Min and Max in terms of our variables.
+    """Convert from sympy: integers, sums, products, powers, floor(a/b), Mod, Min and Max. `symbols`: as of `to_sympy`.
 
-    Raises InvalidArgumentError for a symbol without a variable, or a function that has no meaning for sizes.
+    Raises InvalidArgumentError for a symbol without a variable, or any other function.
     """
     import sympy
 

@@ -1,8 +1,8 @@
-"""What the two printers share: unique names, quoting, exact numbers, and lines under construction.
+"""Text utilities of the printers: unique names, quoting, exact numbers, lines under construction.
 
-Names. A variable, buffer or symbol is printed under its own name made an ASCII identifier, with a suffix where that is
-taken in the same definition: x, x_1, x_2. Whatever an identifier cannot say is printed beside it: `name="conv/1:0"`.
-Names that are no longer in scope (a loop that has ended) may be used again.
+A variable, buffer or symbol is printed as an ASCII identifier derived from its name, with a suffix if that is taken in
+the same definition: x, x_1, x_2. A name that is not an identifier is printed beside it: `name="conv/1:0"`. Identifiers
+are reused when they go out of scope, as after a loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOT_IDENTIFIER = re.compile(r"[^A-Za-z0-9_]")
 
 
 def identifier(name: str) -> str:
-    """The ASCII identifier nearest to a name; itself if it is one."""
+    """Convert a name to an ASCII identifier; a valid identifier is unchanged."""
     result = _NOT_IDENTIFIER.sub("_", name) or "v"
     if result[0].isdigit():
         result = f"v{result}"
@@ -36,17 +36,18 @@ def identifier(name: str) -> str:
 
 
 def quote(text: str) -> str:
-    """A Python string literal, in double quotes where that needs no escape."""
+    """Python string literal, in double quotes if that needs no escapes."""
     plain = repr(text)
     return plain if '"' in text or plain[0] == '"' else f'"{plain[1:-1]}"'
 
 
 def number_text(value: float | int | bool | np.generic) -> str:
-    """A Python literal of exactly this value; `nan` and `inf` are words of the text form."""
+    """Python literal of exactly this value; `nan` and `inf` are keywords of the text form."""
     return repr(value.item() if isinstance(value, np.generic) else value)
 
 
 def attr_text(value: AttrValue) -> str:
+    """Python literal of an attribute value."""
     if isinstance(value, str):
         return quote(value)
     if isinstance(value, tuple):
@@ -55,29 +56,30 @@ def attr_text(value: AttrValue) -> str:
 
 
 def tuple_text(items: Iterable[str]) -> str:
-    result = tuple(items)
-    return f"({result[0]},)" if len(result) == 1 else f"({', '.join(result)})"
+    """Python tuple of printed items."""
+    texts = tuple(items)
+    return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
 
 
 def attr_items(attrs: Mapping[str, AttrValue], taken: Iterable[str]) -> list[str]:
-    """`name=value` for each attribute; those whose name cannot be a keyword here stand together in `attrs={...}`."""
-    awkward = {n for n in attrs if n in taken or not n.isascii() or not n.isidentifier() or keyword.iskeyword(n)}
-    items = [f"{name}={attr_text(value)}" for name, value in attrs.items() if name not in awkward]
-    if awkward:
-        pairs = (f"{quote(name)}: {attr_text(value)}" for name, value in attrs.items() if name in awkward)
+    """Keyword arguments `name=value` of attributes; names in `taken` or invalid as keywords go into `attrs={...}`."""
+    not_keywords = {n for n in attrs if n in taken or not n.isascii() or not n.isidentifier() or keyword.iskeyword(n)}
+    items = [f"{name}={attr_text(value)}" for name, value in attrs.items() if name not in not_keywords]
+    if not_keywords:
+        pairs = (f"{quote(name)}: {attr_text(value)}" for name, value in attrs.items() if name in not_keywords)
         items.append(f"attrs={{{', '.join(pairs)}}}")
     return items
 
 
 def fact_items(var: SymVar) -> list[str]:
-    """What a symbol declares beyond the default facts, as keyword arguments."""
+    """Keyword arguments for the facts of a symbol that differ from the defaults."""
     items = [] if var.lower == 0 else [f"lower={var.lower}"]
     items += [] if var.upper is None else [f"upper={var.upper}"]
     return items if var.divisor == 1 else [*items, f"divisor={var.divisor}"]
 
 
 def attrs_key(attrs: Attrs) -> str:
-    """Equal for equal attributes: unlike `==`, it tells 1 from 1.0 and True, and NaN is itself."""
+    """Comparison key of attributes: unlike `==`, it distinguishes 1, 1.0 and True, and NaN equals NaN."""
     return ",".join(f"{name}={attr_text(value)}" for name, value in attrs.items())
 
 
@@ -85,7 +87,7 @@ def attrs_key(attrs: Attrs) -> str:
 
 
 def array_text(array: Array) -> str:
-    """Nested lists of exact numbers (a 0-d array: one number)."""
+    """Python literal of an array: nested lists of exact numbers; one number for a 0-d array."""
     if array.ndim:
         return f"[{', '.join(map(array_text, array))}]"
     is_float = dtypes.is_float(dtypes.from_numpy(array.dtype) or "")
@@ -93,7 +95,7 @@ def array_text(array: Array) -> str:
 
 
 def _float_text(value: Array) -> str:
-    """The shortest decimal that converts back to the same bits; zeros keep their sign."""
+    """Shortest decimal that converts back to the same bits, with the sign of zeros."""
     exact = float(value)
     if exact != exact or exact in (float("inf"), -float("inf")):
         return repr(exact)
@@ -102,22 +104,24 @@ def _float_text(value: Array) -> str:
     return text if np.asarray(float(text), value.dtype).tobytes() == value.tobytes() else repr(exact)
 
 
-_digests: dict[int, tuple[weakref.ref[Array], str]] = {}  # by id: hashing all weights anew for each dump is slow
+_digests: dict[
+    int, tuple[weakref.ref[Array], str]
+] = {}  # by array id: hashing weights is slow, and each dump needs the hashes
 
 
 def content_digest(array: Array) -> str:
-    """A hash of dtype, shape and elements (in hex); any NaN counts as the same NaN."""
+    """Hash of dtype, shape and elements, as 32 hexadecimal digits; all NaNs are equal."""
     known = _digests.get(id(array))
     if known is not None and known[0]() is array:
         return known[1]
     digest = hashlib.sha256(f"{array.dtype.name}{array.shape}".encode())
-    digest.update(np.ascontiguousarray(_plain_nan(array)).reshape(-1).view(np.uint8).data)
+    digest.update(np.ascontiguousarray(_canonical_nan(array)).reshape(-1).view(np.uint8).data)
     result, ident = digest.hexdigest()[:32], id(array)
     _digests[ident] = (weakref.ref(array, lambda _: _digests.pop(ident, None)), result)
     return result
 
 
-def _plain_nan(array: Array) -> Array:
+def _canonical_nan(array: Array) -> Array:
     if not dtypes.is_float(dtypes.from_numpy(array.dtype) or ""):
         return array
     with np.errstate(invalid="ignore"):  # signalling NaN
@@ -125,45 +129,47 @@ def _plain_nan(array: Array) -> Array:
     return np.where(is_nan, np.array(np.nan, array.dtype), array) if is_nan.any() else array
 
 
-# Names and lines
+# Identifiers and lines
 
 
-class Names:
-    """Unique identifiers for nodes (compared by identity)."""
+class UniqueNames:
+    """Unique identifiers of nodes, which are compared by identity."""
 
     def __init__(self, reserved: Iterable[str] = ()) -> None:
         self._used = set(reserved)
         self._of: dict[Hashable, str] = {}
-        self._tried: dict[str, int] = {}  # base -> suffixes below this one are all in use
+        self._next_suffix: dict[str, int] = {}  # base -> first suffix that may be free
 
     def get(self, node: Hashable) -> str | None:
+        """Identifier of a node, or None."""
         return self._of.get(node)
 
     def bind(self, node: Hashable, name: str) -> str:
-        """A new identifier for a node, near to `name`."""
+        """Assign a new identifier, derived from `name`, to a node."""
         self._of[node] = result = self.fresh(name)
         return result
 
     def fresh(self, name: str) -> str:
+        """Reserve a new identifier derived from `name`."""
         base = identifier(name)
         result = base
         if base in self._used:
-            count = self._tried.get(base, 1)
+            count = self._next_suffix.get(base, 1)
             while f"{base}_{count}" in self._used:
                 count += 1
-            self._tried[base] = count + 1
+            self._next_suffix[base] = count + 1
             result = f"{base}_{count}"
         self._used.add(result)
         return result
 
     def release(self, ident: str) -> None:
-        """The identifier may be given to another node."""
+        """Make an identifier available for another node."""
         self._used.discard(ident)
-        self._tried.clear()
+        self._next_suffix.clear()
 
     @contextmanager
     def scoped(self, node: Hashable, name: str) -> Iterator[str]:
-        """`bind` for as long as the context lasts."""
+        """Assign an identifier to a node, as `bind` does, until the context ends."""
         outer = self._of.get(node)
         ident = self.bind(node, name)
         yield ident
@@ -173,34 +179,37 @@ class Names:
             self._of[node] = outer
 
 
-class Writer:
-    """Lines under construction. What must be said before a line (`first`) is put in front of it."""
+class TextWriter:
+    """Text under construction, line by line. Declarations (`first`) are inserted before the next emitted line."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: UniqueNames) -> None:
         self.names = names
         self.lines: list[str] = []
         self._first: list[str] = []
         self._depth = 0
-        self._stand_ins: dict[str, SymVar] = {}  # symbols whose own names are not the ones shown
+        self._renamed_symbols: dict[
+            str, SymVar
+        ] = {}  # identifier -> symbol of that name, for symbols that were renamed
 
     def emit(self, text: str) -> None:
-        """A line, or several: a header wrapped over lines."""
+        """Append a line, or several for a wrapped header, at the current indentation."""
         margin = INDENT * self._depth
         self.lines.extend(margin + line for line in self._first)
         self._first.clear()
         self.lines.extend((margin + text).replace("\n", "\n" + margin).split("\n"))
 
     def first(self, *lines: str) -> None:
-        """Lines to stand before the one that is being made."""
+        """Insert lines before the next emitted line."""
         self._first.extend(lines)
 
     def take_first(self) -> list[str]:
-        """Take those lines back, to place them elsewhere."""
+        """Remove and return the pending lines of `first`, to insert them elsewhere."""
         lines, self._first = self._first, []
         return lines
 
     @contextmanager
     def indented(self) -> Iterator[None]:
+        """Indent the lines emitted in the context; an empty block gets `pass`."""
         self._depth += 1
         start = len(self.lines)
         yield
@@ -209,43 +218,45 @@ class Writer:
         self._depth -= 1
 
     def text(self) -> str:
+        """Text of all lines."""
         return "".join(f"{line}\n" for line in self.lines)
 
     def symbol(self, var: SymVar) -> str:
-        """A symbol is declared in front of the line where it first occurs."""
-        known = self.names.get(var)
-        if known is None:
-            known = self.names.bind(var, var.name)
-            self.first(f"{known} = symbol({', '.join([quote(var.name), *fact_items(var)])})")
-        return known
+        """Identifier of a symbol; declares the symbol before the line of its first use."""
+        ident = self.names.get(var)
+        if ident is None:
+            ident = self.names.bind(var, var.name)
+            self.first(f"{ident} = symbol({', '.join([quote(var.name), *fact_items(var)])})")
+        return ident
 
     def expr(self, expr: SymExpr) -> str:
-        """The canonical form under the names that are shown: the order of terms, and signs, depend on names."""
+        """Print an expression in the canonical form under printed names: order of terms and signs depend on names."""
         if isinstance(expr, SymVar):
             return self.symbol(expr)
-        shown = {v: self._shown(v) for v in expr.free_vars() if self.symbol(v) != v.name}
-        expr = substitute(expr, shown) if shown else expr
+        renamed = {v: self._printed_symbol(v) for v in expr.free_vars() if self.symbol(v) != v.name}
+        expr = substitute(expr, renamed) if renamed else expr
         text = str(expr)
-        return text[1:-1] if isinstance(expr, Division) else text  # its own parentheses
+        return text[1:-1] if isinstance(expr, Division) else text  # without outer parentheses
 
-    def _shown(self, var: SymVar) -> SymVar:
+    def _printed_symbol(self, var: SymVar) -> SymVar:
         ident = self.symbol(var)
-        if ident not in self._stand_ins:
-            self._stand_ins[ident] = SymVar(ident)
-        return self._stand_ins[ident]
+        if ident not in self._renamed_symbols:
+            self._renamed_symbols[ident] = SymVar(ident)
+        return self._renamed_symbols[ident]
 
     def dims(self, exprs: Iterable[SymExpr]) -> str:
+        """Print a tuple of expressions."""
         return tuple_text(map(self.expr, exprs))
 
 
 def name_items(name: str, *, shown: str | None = None) -> list[str]:
-    """`name=...` where the identifier does not tell the name: always if `shown` is given and differs."""
-    is_told = name == shown if shown is not None else identifier(name) == name
-    return [] if is_told else [f"name={quote(name)}"]
+    """Keyword `name=...` if the printed identifier `shown` (by default, one derived from `name`) is not the name."""
+    is_implied = name == shown if shown is not None else identifier(name) == name
+    return [] if is_implied else [f"name={quote(name)}"]
 
 
 def header(start: str, params: list[str], end: str) -> str:
-    """`start(params)end`, wrapped when it is long."""
+    """Header `start(params)end`, one parameter per line if longer than `MAX_LINE`."""
     line = f"{start}({', '.join(params)}){end}"
     if len(line) <= MAX_LINE or not params:
         return line

@@ -1,4 +1,4 @@
-"""The types of graph-level expressions: one family, immutable, compared by structure."""
+"""Types of graph-level expressions: immutable, compared by structure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from relaxlite.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A dense tensor: `shape` (one SymExpr per dimension), or None where only the rank, or not even that, is known."""
+    """Dense tensor. `shape` has one SymExpr per dimension, or is None if only the rank is known, or nothing."""
 
     shape: tuple[SymExpr, ...] | None
     dtype: DType
-    rank: int | None = None  # always set when shape is
+    rank: int | None = None  # set if `shape` is set
 
     @staticmethod
     def of(shape: tuple[IntLike, ...] | list[IntLike], dtype: DType) -> TensorType:
+        """Tensor type of a known shape of ints or symbolic integers."""
         dims = syms(shape)
         return TensorType(dims, dtype, len(dims))
 
@@ -30,31 +31,36 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class ShapeType:
-    """A tuple of integers, known symbolically (`values`), or only by its length, or not even that."""
+    """Tuple of integers. `values` are symbolic, or None if only the length (`rank`) is known, or nothing."""
 
     values: tuple[SymExpr, ...] | None
     rank: int | None = None
 
     @staticmethod
     def of(values: tuple[IntLike, ...] | list[IntLike]) -> ShapeType:
+        """Shape type of known values."""
         dims = syms(values)
         return ShapeType(dims, len(dims))
 
 
 @dataclass(frozen=True, slots=True)
 class TupleType:
+    """Tuple of values."""
+
     fields: tuple[Type, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FuncType:
+    """Function of these parameters and result."""
+
     params: tuple[Type, ...]
     result: Type
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectType:
-    """An opaque run-time value: an arena, a shape heap, a KV cache."""
+    """Opaque run-time value: an arena, a shape heap, a KV cache."""
 
 
 Type: TypeAlias = "TensorType | ShapeType | TupleType | FuncType | ObjectType"
@@ -63,15 +69,15 @@ UNIT = TupleType(())
 
 
 def type_symbols(ty: Type) -> tuple[SymVar, ...]:
-    """Every symbol that occurs in a type, in order of first occurrence."""
-    roots: dict[SymVar, None] = {}
+    """Symbols of a type, in order of first occurrence."""
+    symbols: dict[SymVar, None] = {}
     for expr in _expressions(ty):
-        roots.update(dict.fromkeys(expr.free_vars()))
-    return tuple(roots)
+        symbols.update(dict.fromkeys(expr.free_vars()))
+    return tuple(symbols)
 
 
 def defined_symbols(ty: Type) -> tuple[SymVar, ...]:
-    """The symbols that a value of this type binds: those that stand alone as a dimension."""
+    """Symbols that a value of this type binds: those that are a whole dimension."""
     return tuple(dict.fromkeys(e for e in _expressions(ty) if isinstance(e, SymVar)))
 
 

@@ -1,12 +1,11 @@
-"""What is legal: the rules of functions, and which constructs each stage of compilation allows.
+"""Verifier of modules: rules of functions, and the constructs that each stage of compilation allows.
 
-`verify(module, stage)` raises VerifyError for the first broken rule, naming the function, the rule, the binding and the
-place in the source that it comes from. What concerns tensor programs stands in program_verifier.py, what concerns types
-and signatures in signatures.py.
+`verify(module, stage)` raises VerifyError for the first violated rule, with function, rule, binding, source location.
+program_verifier.py verifies tensor programs, signatures.py compares types and signatures.
 
-Symbols are the main concern: each is defined before it is used, in every scope. A function's parameters define the
-symbols that stand alone in their types, a loop's parameters and a MatchShape those that are new. What a branch or a
-loop's body defines ends with it.
+Symbols must be defined before use, in every scope. Parameters of a function define the symbols that are a whole
+dimension of their types; parameters of a loop and a MatchShape define those that are new. Definitions in a branch or a
+loop body end with it.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from relaxlite.ir.op import Op
 from relaxlite.ir.printer import excerpt, print_type
 from relaxlite.ir.program import TensorProgram
 from relaxlite.ir.program_verifier import verify_program, violation
-from relaxlite.ir.signatures import bind, call_mismatch, dims_of, instantiate, is_destination_passing, mismatch
-from relaxlite.ir.simplify import is_long, weight
+from relaxlite.ir.signatures import bind_symbols, call_mismatch, dims_of, instantiate, is_destination_passing, mismatch
+from relaxlite.ir.simplify import has_many_atoms, num_atoms
 from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.ir.types import (
     FuncType,
@@ -61,16 +60,19 @@ from relaxlite.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What functions may consist of. `ops`: patterns of names; `calls`: of programs and library routines."""
+    """Constructs allowed in functions at one stage of compilation.
+
+    `ops`: glob patterns of op names. `calls`: allowed forms of calls of programs and library routines.
+    """
 
     doc: str
     ops: tuple[str, ...]
-    calls: tuple[str, ...]  # "value": yields the outputs; "dps": is given them
-    is_typed: bool = True  # types, symbols and signatures are checked
+    calls: tuple[str, ...]  # "value": returns outputs; "dps": outputs are arguments
+    is_typed: bool = True  # whether types, symbols and signatures are checked
 
 
 _RUNTIME_OPS = ("reshape", "tensor_to_shape", "memory.*")
-_MAX_WEIGHT = 4  # of an expression that a symbol names and is known to equal: no type needs longer ones, and they cost
+_MAX_ATOMS = 4  # atoms of an expression assumed equal to its symbol: types need no more, and proofs are slow
 _VM_OPS = ("tensor_to_shape", "memory.copy", "vm.*")
 
 STAGES: dict[str, Stage] = {
@@ -100,10 +102,9 @@ RULES = {
 
 
 def verify(module: IRModule, stage: str = "graph", known: IRModule | None = None) -> None:
-    """Raise VerifyError unless the module keeps every rule of the stage.
+    """Raise VerifyError if the module violates a rule of the stage.
 
-    Programs that `known` has, a module that was verified, are not looked at again: every stage has the same rules for
-    them.
+    `known`: a verified module, whose programs are skipped, as all stages have the same rules for programs.
     """
     if stage not in STAGES:
         raise InvalidArgumentError(f"unknown stage {stage!r}; known: {', '.join(STAGES)}")
@@ -121,12 +122,12 @@ def verify(module: IRModule, stage: str = "graph", known: IRModule | None = None
 
 
 class _FunctionVerifier:
-    """Checks one function. What is known at a point: variables, symbols, and equalities of symbols (`_analyzer`)."""
+    """Verifier of one function; tracks variables, symbols and equalities of symbols (`_analyzer`) in scope."""
 
     def __init__(self, module: IRModule, name: str, stage: str) -> None:
         self._module, self._name, self._stage_name, self._stage = module, name, stage, STAGES[stage]
         self._variables: set[Var] = set()
-        self._ever: set[Var] = set()
+        self._all_bound: set[Var] = set()
         self._symbols: set[SymVar] = set()
         self._analyzer = Analyzer()
         self._at: Binding | Expr | None = None
@@ -148,7 +149,7 @@ class _FunctionVerifier:
     # scopes
 
     @contextmanager
-    def _nested(self) -> Iterator[None]:
+    def _nested_scope(self) -> Iterator[None]:
         outer = self._variables, self._symbols, self._analyzer, self._at
         self._variables, self._symbols = set(self._variables), set(self._symbols)
         yield
@@ -156,14 +157,14 @@ class _FunctionVerifier:
 
     def _bind(self, var: Var) -> None:
         self._type(var.ty)
-        if var in self._ever:
+        if var in self._all_bound:
             self._fail("variable", f"variable {var.name} is bound a second time")
-        self._ever.add(var)
+        self._all_bound.add(var)
         self._variables.add(var)
 
     def _type(self, ty: Type) -> None:
         if self._stage.is_typed:
-            self._defined(type_symbols(ty), lambda: print_type(ty))
+            self._require_defined(type_symbols(ty), lambda: print_type(ty))
         for part in ty.fields if isinstance(ty, TupleType) else (ty,):
             if isinstance(part, TensorType) and part.dtype not in dtypes.ALL:
                 self._fail("type", f"unknown dtype {part.dtype!r}")
@@ -174,13 +175,13 @@ class _FunctionVerifier:
     def _exprs(self, exprs: Iterable[SymExpr]) -> None:
         if self._stage.is_typed:
             for expr in exprs:
-                self._defined(expr.free_vars(), lambda expr=expr: str(expr))  # type: ignore[misc]
+                self._require_defined(expr.free_vars(), lambda expr=expr: str(expr))  # type: ignore[misc]
 
-    def _defined(self, symbols: tuple[SymVar, ...], shown: Callable[[], str]) -> None:
+    def _require_defined(self, symbols: tuple[SymVar, ...], shown: Callable[[], str]) -> None:
         for symbol in symbols:
             if symbol not in self._symbols:
-                twin = any(s.name == symbol.name for s in self._symbols)
-                hint = f" (a different symbol of that name, {symbol.name}, is)" if twin else ""
+                has_namesake = any(s.name == symbol.name for s in self._symbols)
+                hint = f" (a different symbol of that name, {symbol.name}, is)" if has_namesake else ""
                 self._fail("symbol", f"symbol {symbol.name} in {shown()} is not defined here{hint}")
 
     # definitions and bodies
@@ -211,7 +212,7 @@ class _FunctionVerifier:
             self._leaf(field)
 
     def _let(self, let: Let) -> None:
-        self._type(let.var.ty)  # first: a symbol that is not defined makes every comparison fail
+        self._type(let.var.ty)  # first: with an undefined symbol, every comparison fails
         self._value(let.value)
         self._at = let
         self._bind(let.var)
@@ -230,7 +231,7 @@ class _FunctionVerifier:
         self._symbols.update(defined_symbols(shape))
         self._exprs(match.shape)
         for old, new in zip(dims_of(source) or (), match.shape, strict=False):
-            is_short = weight(old) <= _MAX_WEIGHT if isinstance(match.source, ShapeValue) else not is_long(old)
+            is_short = num_atoms(old) <= _MAX_ATOMS if isinstance(match.source, ShapeValue) else not has_many_atoms(old)
             if old is not new and self._stage.is_typed and is_short:
                 self._analyzer = self._analyzer.assume_equal(new, old)
         self._bind(match.var)
@@ -241,7 +242,7 @@ class _FunctionVerifier:
     def _leaf(self, expr: Expr) -> None:
         if isinstance(expr, Var):
             if expr not in self._variables:
-                reason = "is out of scope here" if expr in self._ever else "is used before it is bound"
+                reason = "is out of scope here" if expr in self._all_bound else "is used before it is bound"
                 self._fail("variable", f"variable {expr.name} {reason}")
         elif isinstance(expr, Constant):
             if expr.ty.shape != expr.value.shape or expr.ty.dtype != dtypes.from_numpy(expr.value.dtype):
@@ -300,7 +301,7 @@ class _FunctionVerifier:
             inferred = op.infer(*call.args, **call.attrs) if self._stage.is_typed else call.ty
         except RelaxliteError as error:
             self._fail("operator", str(error))
-        except Exception as error:  # a type rule that was not written for such operands
+        except Exception as error:  # raised inside a type rule that does not expect such operands
             self._fail("operator", f"the type rule of {op.name} failed: {type(error).__name__}: {error}")
         self._require("operator", f"{op.name} infers another type", mismatch(call.ty, inferred, self._analyzer))
 
@@ -317,7 +318,7 @@ class _FunctionVerifier:
         self._condition(value.cond)
         for which, body in (("then", value.then_body), ("else", value.else_body)):
             at = self._at
-            with self._nested():
+            with self._nested_scope():
                 self._body(body)
                 self._at = at
                 if self._stage.is_typed:
@@ -331,8 +332,8 @@ class _FunctionVerifier:
             self._fail("loop", f"{len(loop.params)} parameters, {len(loop.inits)} initial values")
         types = tuple(param.ty for param in loop.params)
         outer, at = frozenset(self._symbols), self._at
-        self._fits_loop("initial value", types, tuple(init.ty for init in loop.inits), outer)
-        with self._nested():
+        self._check_loop_values("initial value", types, tuple(init.ty for init in loop.inits), outer)
+        with self._nested_scope():
             for ty in types:
                 self._symbols.update(defined_symbols(ty))
             for param in loop.params:
@@ -343,21 +344,21 @@ class _FunctionVerifier:
             if not isinstance(result, Tuple) or len(result.fields) != len(loop.params) + 1:
                 self._fail("loop", f"the body must yield a tuple of the condition and {len(loop.params)} values")
             self._condition(result.fields[0])
-            self._fits_loop("next value", types, tuple(field.ty for field in result.fields[1:]), outer)
+            self._check_loop_values("next value", types, tuple(field.ty for field in result.fields[1:]), outer)
         if self._stage.is_typed:
-            yielded = instantiate(TupleType(types), {}, outer)
-            self._require("loop", "what the loop yields", mismatch(loop.ty, yielded, self._analyzer))
+            result_type = instantiate(TupleType(types), {}, outer)
+            self._require("loop", "what the loop yields", mismatch(loop.ty, result_type, self._analyzer))
 
-    def _fits_loop(
+    def _check_loop_values(
         self, what: str, params: tuple[Type, ...], values: tuple[Type, ...], outer: frozenset[SymVar]
     ) -> None:
-        """The symbols that the loop itself defines may be anything, the same throughout one iteration."""
+        """Compare values that enter a loop with its parameters; symbols that the loop defines may have any value."""
         if not self._stage.is_typed:
             return
-        new: dict[SymVar, SymExpr] = {}
-        bind(params, values, new)
-        new = {symbol: value for symbol, value in new.items() if symbol not in outer}
+        bindings: dict[SymVar, SymExpr] = {}
+        bind_symbols(params, values, bindings)
+        bindings = {symbol: value for symbol, value in bindings.items() if symbol not in outer}
         for k, (param, value) in enumerate(zip(params, values, strict=True)):
-            self._require("loop", f"{what} {k}", mismatch(instantiate(param, new, outer), value, self._analyzer))
+            self._require("loop", f"{what} {k}", mismatch(instantiate(param, bindings, outer), value, self._analyzer))
             if dims_of(param) is not None and dims_of(value) is None:
                 self._fail("loop", f"{what} {k}: {print_type(param)} against an unknown shape; match it first")

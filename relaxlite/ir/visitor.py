@@ -1,6 +1,6 @@
-"""Walking and rewriting graph-level functions. ir/program_visitor.py does the same for tensor programs.
+"""Traversal and rewriting of graph-level functions; ir/program_visitor.py is the counterpart for tensor programs.
 
-Rewriters return the very object they were given when nothing changes, so "did it change?" is `is`.
+Rewriters return the same object if nothing changes, so callers detect changes by `is`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from relaxlite.ir.types import ShapeType, TensorType, TupleType, Type, type_symb
 
 
 def bodies(function: Function) -> Iterator[Body]:
-    """The function's body and every nested one, outer first."""
+    """Yield the function's body and all nested bodies, outer first."""
     return _nested(function.body)
 
 
@@ -50,13 +50,14 @@ def _nested(body: Body) -> Iterator[Body]:
 
 
 def inner_bodies(expr: Expr) -> tuple[Body, ...]:
+    """Bodies of an If or Loop; none for other expressions."""
     if isinstance(expr, If):
         return (expr.then_body, expr.else_body)
     return (expr.body,) if isinstance(expr, Loop) else ()
 
 
 def operands(expr: Expr) -> tuple[Expr, ...]:
-    """The direct operands of an expression (not what nested bodies use); a leaf has none."""
+    """Direct operands of an expression, without those in nested bodies; a leaf has none."""
     if isinstance(expr, Call):
         return (*expr.args, expr.callee) if isinstance(expr.callee, Var) else expr.args
     if isinstance(expr, Tuple):
@@ -71,7 +72,7 @@ def operands(expr: Expr) -> tuple[Expr, ...]:
 
 
 def used_vars(expr: Expr) -> Iterator[Var]:
-    """Every variable that an expression uses, those of nested bodies included."""
+    """Yield every use of a variable in an expression, nested bodies included."""
     if isinstance(expr, Var):
         yield expr
     for operand in operands(expr):
@@ -81,38 +82,38 @@ def used_vars(expr: Expr) -> Iterator[Var]:
 
 
 def body_uses(body: Body) -> Iterator[Var]:
-    """Every variable that a body uses, its own included."""
+    """Yield every use of a variable in a body, including uses of variables that it binds."""
     for binding in body.bindings():
         yield from used_vars(binding.value if isinstance(binding, Let) else binding.source)
     yield from used_vars(body.result)
 
 
 def expr_symbols(expr: Expr) -> tuple[SymVar, ...]:
-    """The symbols that one expression mentions itself: shape values, symbolic arguments, its type."""
-    roots: dict[SymVar, None] = {}
+    """Symbols of an expression: in shape values, symbolic arguments, operands and its type."""
+    symbols: dict[SymVar, None] = {}
     exprs: list[SymExpr] = list(expr.values) if isinstance(expr, ShapeValue) else []
     if isinstance(expr, Call):
         exprs.extend(expr.sym_args)
     for e in exprs:
-        roots.update(dict.fromkeys(e.free_vars()))
+        symbols.update(dict.fromkeys(e.free_vars()))
     for operand in operands(expr):
-        roots.update(dict.fromkeys(expr_symbols(operand)))
-    roots.update(dict.fromkeys(type_symbols(expr.ty)))
-    return tuple(roots)
+        symbols.update(dict.fromkeys(expr_symbols(operand)))
+    symbols.update(dict.fromkeys(type_symbols(expr.ty)))
+    return tuple(symbols)
 
 
 def map_functions(module: IRModule, fn: Callable[[Function], Function]) -> IRModule:
-    """Apply to every graph-level function."""
+    """Replace every graph-level function f of a module by fn(f)."""
     return module.updated({name: fn(f) for name, f in module.functions().items()})
 
 
 def map_programs(module: IRModule, fn: Callable[[TensorProgram], TensorProgram]) -> IRModule:
-    """Apply to every tensor program."""
+    """Replace every tensor program p of a module by fn(p)."""
     return module.updated({name: fn(p) for name, p in module.programs().items()})
 
 
 def program_calls(module: IRModule, names: Iterable[str] | None = None) -> list[Call]:
-    """Every call of something that the module defines, nested bodies included, in all functions or in these."""
+    """Calls of definitions of the module, in the functions of these names (None: all), nested bodies included."""
     functions = module.functions()
     within = functions.values() if names is None else [functions[name] for name in names]
     bindings = [binding for f in within for body in bodies(f) for binding in body.bindings()]
@@ -121,9 +122,9 @@ def program_calls(module: IRModule, names: Iterable[str] | None = None) -> list[
 
 
 class Rewriter:
-    """Rewrites functions binding by binding. Override `rewrite` (and `match_shape` if need be).
+    """Rewriter of functions, binding by binding. Subclasses override `rewrite`, and `match_shape` if needed.
 
-    `bb` is the builder that receives the new bindings: an override may emit further ones before it returns.
+    `bb` is the builder of the new function: an override may emit further bindings before it returns.
     """
 
     def __init__(self, module: IRModule | None = None) -> None:
@@ -132,31 +133,31 @@ class Rewriter:
         self.changed = False
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
-        """What to bind to `var` instead of `value` (whose operands are already rewritten); None keeps it.
+        """Replacement of `value`, whose operands are already rewritten; None keeps the value.
 
-        A leaf replaces `var` everywhere and the binding disappears.
+        A leaf as replacement also replaces all uses of `var`, and the binding is removed.
         """
         return None
 
-    def concerns(self, value: Expr) -> bool:
-        """Whether `rewrite` or `match_shape` may have to do with what a binding holds: a function without such a
-        binding stays as it is."""
+    def may_rewrite(self, value: Expr) -> bool:
+        """Whether `rewrite` or `match_shape` may change a binding of this value. A function without such is skipped."""
         return True
 
     def match_shape(self, binding: MatchShape) -> Expr | None:
-        """A leaf that replaces the binding's variable, or None to keep the binding."""
+        """Leaf that replaces the variable of a MatchShape; None keeps the binding."""
         return None
 
     def function(self, function: Function) -> Function:
-        """The rewritten function, or the same object."""
+        """Rewrite a function; the same object if nothing changes."""
         self.changed = False
         bindings = (binding for body in bodies(function) for binding in body.bindings())
-        if not any(self.concerns(b.value if isinstance(b, Let) else b.source) for b in bindings):
+        if not any(self.may_rewrite(b.value if isinstance(b, Let) else b.source) for b in bindings):
             return function
         body = self.body(function.body)
         return replace(function, body=body) if self.changed else function
 
     def body(self, body: Body) -> Body:
+        """Rewrite a body into a new one."""
         with self.bb.body() as scope:
             for binding in body.bindings():
                 self._binding(binding)
@@ -176,7 +177,7 @@ class Rewriter:
         self.bb.loc = None
 
     def bind(self, var: Var, value: Expr) -> None:
-        """Bind `value` in place of `var`."""
+        """Bind `value` to `var`, or replace uses of `var` if the value is a leaf or of another type."""
         if isinstance(value, Leaf):
             self.env[var] = value
         elif value.ty is var.ty or value.ty == var.ty:
@@ -186,25 +187,25 @@ class Rewriter:
 
     def _match_shape(self, binding: MatchShape) -> None:
         source = self.operand(binding.source)
-        kept = binding if source is binding.source else replace(binding, source=source)
-        leaf = self.match_shape(kept)
+        rewritten = binding if source is binding.source else replace(binding, source=source)
+        leaf = self.match_shape(rewritten)
         if leaf is None:
-            self.bb.append(kept)
+            self.bb.append(rewritten)
         else:
             self.changed = True
             self.env[binding.var] = leaf
 
     def operand(self, expr: Expr) -> Expr:
-        """The expression with replaced variables, nested bodies rewritten; the same object if nothing changed."""
+        """Replace variables in an expression and rewrite nested bodies; the same object if nothing changes."""
         if isinstance(expr, Var):
             return self.env.get(expr, expr)
         if isinstance(expr, Call):
             args = self._operands(expr.args)
             callee = expr.callee
             if isinstance(callee, Var):
-                result = self.env.get(callee, callee)
-                assert isinstance(result, Var | GlobalVar)
-                callee = result
+                new_callee = self.env.get(callee, callee)
+                assert isinstance(new_callee, Var | GlobalVar)
+                callee = new_callee
             if args is expr.args and callee is expr.callee:
                 return expr
             return replace(expr, args=args, callee=callee)
@@ -233,7 +234,7 @@ class Rewriter:
 
 
 def substitute_type(ty: Type, values: Mapping[SymVar, IntLike]) -> Type:
-    """Replace symbols in a type."""
+    """Substitute symbols in a type."""
     if isinstance(ty, TensorType) and ty.shape is not None:
         return TensorType(tuple(substitute(d, values) for d in ty.shape), ty.dtype, ty.rank)
     if isinstance(ty, ShapeType) and ty.values is not None:

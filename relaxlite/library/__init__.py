@@ -146,7 +146,7 @@ def rules_for(chosen: Sequence[str] | str | None, target: Target) -> tuple[Libra
     if "none" in wanted:
         raise InvalidArgumentError(f"'none' stands alone, for no library at all, got {', '.join(wanted)}")
     if OPENBLAS in wanted:
-        libraries.find(OPENBLAS)
+        libraries.require_library(OPENBLAS)
         known = (*known, *openblas_rules())
     for item in wanted:
         if not any(item in (rule.name, rule.library) for rule in known):
@@ -176,4 +176,4 @@ def _check_library(rule: LibraryRule) -> None:
         raise InvalidArgumentError(
             f"library rule '{rule.name}': another library is called '{rule.library}' already; rename the file"
         )
-    libraries.find(rule.library, rule.file, rule.symbol)
+    libraries.require_library(rule.library, rule.file, rule.symbol)

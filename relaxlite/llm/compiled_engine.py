@@ -12,9 +12,9 @@ from relaxlite.llm.engine import EXACT, Array, Batch, check_batch
 from relaxlite.llm.sequences import CachedSequences, ReplayedSequences
 from relaxlite.llm.turns import Turn
 from relaxlite.runtime.executable import TensorSpec
-from relaxlite.runtime.kv_cache import CacheLayout, KVCache, Pool
+from relaxlite.runtime.kv_cache import CacheLayout, KVCache, PoolLayout
 from relaxlite.runtime.module import Executable
-from relaxlite.runtime.state_slots import PROMPT
+from relaxlite.runtime.state_slots import MIN_PROMPT_TOKENS
 from relaxlite.version import STEP_VERSION, __version__
 
 CACHE_BYTES = 1 << 30
@@ -128,7 +128,7 @@ class CompiledEngine:
         """Return how many tokens form the first of two steps, where those from index `shown` on have logits."""
         if self._fill is not None:
             return self._relaxed_tokens(shown)
-        return shown + 1 - EXACT if shown + 1 - EXACT >= PROMPT else 0
+        return shown + 1 - EXACT if shown + 1 - EXACT >= MIN_PROMPT_TOKENS else 0
 
     def _next(self, sequence: int, tokens: Sequence[int]) -> Array | None:
         """Run `forward` for one token of one sequence in few Python operations; None if the general path is needed.
@@ -141,7 +141,7 @@ class CompiledEngine:
         with self._turn.lock:
             if self._sequences.owed(sequence):
                 return None
-            step = self.cache.next_token(sequence, tokens[0])
+            step = self.cache.decode_step(sequence, tokens[0])
             if step is None or self.cache.length(sequence) >= self.context:
                 return None
             result: Any = self._run(step.tokens, *step.inputs, step.wanted, *self.cache.pools)
@@ -247,7 +247,7 @@ def layout_of(inputs: Iterable[TensorSpec], block: int) -> CacheLayout:
     specs = [spec for spec in inputs if len(spec.shape) == 4]
     keys = next(spec for spec in specs if spec.name.startswith("keys_"))
     pools = [
-        Pool(int(heads), (int(a), int(b)), spec.dtype, spec.name.startswith(STATES))
+        PoolLayout(int(heads), (int(a), int(b)), spec.dtype, spec.name.startswith(STATES))
         for spec in specs
         for heads, _, a, b in [spec.shape]
     ]

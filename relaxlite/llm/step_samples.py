@@ -12,7 +12,7 @@ from relaxlite.llm.engine import Array
 from relaxlite.passes.graph.reachable import entry_points
 from relaxlite.records import dataclass
 from relaxlite.runtime.kv_cache import KVCache
-from relaxlite.runtime.state_slots import STATES
+from relaxlite.runtime.state_slots import STATES_PER_SEQUENCE
 
 # Lengths of sequences, and numbers of new tokens: a first token; prompts; a reply, draft tokens and a prompt, with many
 # rows in total and a context of several pages
@@ -50,7 +50,7 @@ def _calls(module: IRModule, seed: int) -> list[_Call]:
         if sum(counts) > max_tokens or max(map(sum, zip(lengths, counts, strict=True))) > context:
             continue
         pages = sum(-(-(length + count) // layout.page) for length, count in zip(lengths, counts, strict=True))
-        states = STATES * len(lengths) * layout.state_bytes
+        states = STATES_PER_SEQUENCE * len(lengths) * layout.state_bytes
         cache = KVCache(layout, max_bytes=pages * layout.page_bytes + states)
         sequences = [cache.new() for _ in lengths]
         past, new = (list(zip(sequences, counts_of, strict=True)) for counts_of in (lengths, counts))

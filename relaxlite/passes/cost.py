@@ -1,16 +1,16 @@
-"""What a tensor program costs at least: arithmetic, and bytes that must move, as symbolic expressions of its symbols.
+"""Lower bounds on the cost of a tensor program: FLOPs, and bytes of compulsory memory traffic, as symbolic expressions.
 
     for i, j: { e[]; e = 0; for k: e += a[i, k] * b[k, j]; c[i, j] = e }
     flops = 2*m*k*n      bytes_read = 4*(m*k + k*n)      bytes_written = 4*m*n
 
-Meant for programs as they are before they are scheduled: a schedule changes neither the result nor the traffic that no
-cache can save (each element of a parameter once; not that of workspaces, nor of outputs that are read again). One that
-finds a way with fewer operations, as Winograd's for convolutions, is faster than this work seems to allow.
+The model applies to programs before scheduling. A schedule changes neither the result nor the compulsory traffic: each
+element of a parameter once, without workspaces and without outputs that are read again. An algorithm with fewer
+operations, such as Winograd convolution, can be faster than this cost suggests.
 
-Where no size is 0 they are upper bounds of what the program does, exact for affine loops without branches: both
-branches of a Select are counted (vector code computes both) and the dearer one of an IfThenElse; no access touches
-more than its buffer; a gather reads one element per index, or the whole table where that is less. A loop whose extent
-nobody can bound, as it is data, counts as one iteration, and the cost says so (`is_bound`).
+Where no size is 0, the expressions are upper bounds of the work of the program, exact for affine loops without
+branches. Both branches of a Select count, as vector code computes both, and the more expensive branch of an IfThenElse.
+An access touches at most its buffer. A gather reads one element per index, or the whole table where that is less. A
+loop whose extent depends on data and has no bound counts as one iteration; `is_bound` is then false.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from relaxlite.ir.program_cache import ProgramCache
 from relaxlite.ir.program_visitor import stmt_children, stmt_values, walk_values
 from relaxlite.ir.simplify import num_extrema
 from relaxlite.ir.symbolic import (
+    BinaryAtom,
     Extremum,
     FloorDiv,
     FloorMod,
     Min,
-    Pair,
     SymExpr,
     SymVar,
     ceildiv,
@@ -60,42 +60,43 @@ from relaxlite.ir.symbolic import (
 from relaxlite.records import dataclass
 
 _ZERO, _ONE = sym(0), sym(1)
-_MAX_EXTREMA = 2  # in a question; each may double the cases that a proof has to look at
+_MAX_EXTREMA = 2  # per proof; each extremum may double the cases of the proof
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one run of a program, in its symbols: operations, bytes of inputs read, bytes of outputs written."""
+    """Cost of one run of a program in its symbols: FLOPs, bytes of inputs read, bytes of outputs written."""
 
     flops: SymExpr
     bytes_read: SymExpr
     bytes_written: SymExpr
-    is_bound: bool = True  # False: a loop whose extent is data counts as one iteration
+    is_bound: bool = True  # False: a loop whose extent depends on data counts as one iteration
 
     @property
     def parts(self) -> tuple[SymExpr, SymExpr, SymExpr, bool]:
+        """All fields as a tuple, for the program cache."""
         return self.flops, self.bytes_read, self.bytes_written, self.is_bound
 
 
 def estimate_costs(module: IRModule, cache: ProgramCache | None = None) -> dict[str, Cost]:
-    """What each program of the module costs."""
-    recall = (cache or ProgramCache()).recall
+    """Compute the cost of each program of a module, by program name."""
+    get_or_compute = (cache or ProgramCache()).get_or_compute
 
     def cost(program: TensorProgram) -> Cost:
-        return Cost(*recall("cost", program, "", lambda: cost_of(program).parts))
+        return Cost(*get_or_compute("cost", program, "", lambda: cost_of(program).parts))
 
     return {name: cost(program) for name, program in module.programs().items()}
 
 
 def cost_of(program: TensorProgram) -> Cost:
-    """What one run of the program costs."""
-    result = _Walk(program)
-    flops = result.flops(program.body, result.anywhere) + result.shared
+    """Compute the cost of one run of a program."""
+    counter = _CostCounter(program)
+    flops = counter.flops(program.body, counter.outermost) + counter.hoisted_flops
     return Cost(
         flops=flops,
-        bytes_read=_total(result.touched(b) for b in program.inputs if b in result.read),
-        bytes_written=_total(result.touched(b, written=True) for b in program.params if b in result.written),
-        is_bound=result.is_bound,
+        bytes_read=_total(counter.bytes_touched(b) for b in program.inputs if b in counter.read),
+        bytes_written=_total(counter.bytes_touched(b, written=True) for b in program.params if b in counter.written),
+        is_bound=counter.is_bound,
     )
 
 
@@ -103,12 +104,12 @@ def _total(values: Iterable[SymExpr]) -> SymExpr:
     return sum(values, _ZERO)
 
 
-# Ranges: what values indices take while the loops run
+# Ranges of index expressions over the enclosing loops
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """low <= expression <= high, in terms of the program's symbols alone."""
+    """Bounds low <= expression <= high in terms of the program's symbols alone."""
 
     low: SymExpr
     high: SymExpr
@@ -120,34 +121,37 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """What is bound where a statement stands. It runs only if the loops round it do: their extents are at least 1."""
+    """Symbols and loops that enclose a statement.
+
+    The statement runs only if the extents of the enclosing loops are at least 1.
+    """
 
     sizes: frozenset[SymExpr]  # dimensions of buffers: at least 0
-    running: frozenset[SymExpr] = frozenset()  # extents of the loops round it
-    extents: Mapping[SymVar, SymExpr] = field(default_factory=dict)  # of loops, in the program's symbols alone
-    data: Mapping[SymVar, frozenset[SymVar]] = field(default_factory=dict)  # LetIndex -> the loops that it depends on
+    running: frozenset[SymExpr] = frozenset()  # extents of the enclosing loops
+    extents: Mapping[SymVar, SymExpr] = field(default_factory=dict)  # by loop variable, in the program's symbols alone
+    data: Mapping[SymVar, frozenset[SymVar]] = field(default_factory=dict)  # LetIndex variable -> loops it depends on
 
     @property
     def analyzer(self) -> Analyzer:
-        return _knowing(self.sizes, self.running)
+        return _analyzer_with(self.sizes, self.running)
 
     def inside(self, var: SymVar, extent: SymExpr) -> _Scope:
         running = self.running if extent.is_const else self.running | {extent}
         return replace(self, running=running, extents={**self.extents, var: extent})
 
-    def roots(self, expr: SymExpr) -> frozenset[SymVar]:
-        """The loops on which the expression depends, also through data."""
-        result = [self.data.get(v, frozenset((v,)) if v in self.extents else frozenset()) for v in expr.free_vars()]
-        return frozenset().union(*result)
+    def loops_of(self, expr: SymExpr) -> frozenset[SymVar]:
+        """The loops on which an expression depends, also through values loaded from memory."""
+        loops = [self.data.get(v, frozenset((v,)) if v in self.extents else frozenset()) for v in expr.free_vars()]
+        return frozenset().union(*loops)
 
     def range_of(self, expr: SymExpr) -> _Range | None:
-        """None: not known."""
+        """Bound an expression by the ranges of the loops; None if unknown."""
         low = high = sym(expr.const)
         for monomial, coef in expr.terms:
-            part = self._product(monomial)
-            if part is None:
+            factor = self._product(monomial)
+            if factor is None:
                 return None
-            first, last = (part.low, part.high) if coef > 0 else (part.high, part.low)
+            first, last = (factor.low, factor.high) if coef > 0 else (factor.high, factor.low)
             low, high = low + first * coef, high + last * coef
         return _Range(low, high)
 
@@ -157,8 +161,8 @@ class _Scope:
         if len(known) < len(ranges):
             return None
         signed = [r for r in known if not self.is_nonneg(r.low)]
-        others = known if len(signed) > 1 else [r for r in known if r not in signed]
-        if signed and not all(r.is_fixed for r in others):
+        unsigned = known if len(signed) > 1 else [r for r in known if r not in signed]
+        if signed and not all(r.is_fixed for r in unsigned):
             return None
         return _Range(product(r.low for r in known), product(r.high for r in known))
 
@@ -167,125 +171,130 @@ class _Scope:
             return _Range(atom, atom)
         if isinstance(atom, SymVar):
             return _Range(_ZERO, self.extents[atom] - 1) if atom in self.extents else None
-        assert isinstance(atom, Pair)
+        assert isinstance(atom, BinaryAtom)
         a, b = self.range_of(atom.a), self.range_of(atom.b)
         if isinstance(atom, Extremum):
             if a is None or b is None:
                 return None
-            pick = self.least if isinstance(atom, Min) else self.greatest
+            pick = self.minimum if isinstance(atom, Min) else self.maximum
             return _Range(pick(a.low, b.low), pick(a.high, b.high))
         if b is None or not b.is_fixed or not self.is_nonneg(b.low - 1):
             return None
         if isinstance(atom, FloorMod):
             if a is None or not self.is_nonneg(a.low):
                 return _Range(_ZERO, b.low - 1)
-            return _Range(_ZERO, self.least(a.high, b.low - 1))
+            return _Range(_ZERO, self.minimum(a.high, b.low - 1))
         assert isinstance(atom, FloorDiv)
         return None if a is None else _Range(a.low // b.low, a.high // b.low)
 
-    def least(self, *values: SymExpr) -> SymExpr:
-        return reduce(lambda a, b: smin(a, b) if (result := self._lesser(a, b)) is None else result, values)
+    def minimum(self, *values: SymExpr) -> SymExpr:
+        return reduce(lambda a, b: smin(a, b) if (smaller := self._proven_minimum(a, b)) is None else smaller, values)
 
-    def greatest(self, *values: SymExpr) -> SymExpr:
-        return reduce(lambda a, b: smax(a, b) if (result := self._lesser(a, b)) is None else a + b - result, values)
+    def maximum(self, *values: SymExpr) -> SymExpr:
+        return reduce(
+            lambda a, b: smax(a, b) if (smaller := self._proven_minimum(a, b)) is None else a + b - smaller, values
+        )
 
-    def _lesser(self, a: SymExpr, b: SymExpr) -> SymExpr | None:
-        """The one that is proven to be no greater than the other."""
+    def _proven_minimum(self, a: SymExpr, b: SymExpr) -> SymExpr | None:
+        """The operand that is provably no greater than the other; None if neither is."""
         if a is b or self.is_nonneg(b - a):
             return a
         return b if self.is_nonneg(a - b) else None
 
     def is_nonneg(self, expr: SymExpr) -> bool:
-        """Whether it is proven that expr >= 0. Not asked of what takes long: a bound that is not the least will do."""
+        """Whether expr >= 0 is proven. Expressions of many extrema are not tried, as a looser bound suffices."""
         if expr.is_const:
             return expr.const >= 0
         return num_extrema(expr) <= _MAX_EXTREMA and self.analyzer.can_prove_nonneg(expr)
 
     def count(self, loops: Iterable[SymVar]) -> SymExpr:
-        """How often the innermost of these loops runs, at most."""
+        """Upper bound of the number of iterations of the innermost of these loops."""
         return product(self.extents[v] for v in self.extents if v in set(loops))
 
 
 @lru_cache(maxsize=128)
-def _knowing(sizes: frozenset[SymExpr], running: frozenset[SymExpr]) -> Analyzer:
-    """Knows that sizes are at least 0, and extents of running loops at least 1."""
+def _analyzer_with(sizes: frozenset[SymExpr], running: frozenset[SymExpr]) -> Analyzer:
+    """An analyzer that assumes sizes >= 0 and extents of enclosing loops >= 1."""
     if running:
-        result, least, exprs = _knowing(sizes, frozenset()), 1, running
+        analyzer, lower, exprs = _analyzer_with(sizes, frozenset()), 1, running
     else:
-        result, least, exprs = Analyzer(), 0, sizes
+        analyzer, lower, exprs = Analyzer(), 0, sizes
     for expr in sorted(exprs, key=lambda e: e.key):
-        if not result.can_prove_le(least, expr):
-            result = result.assume_le(least, expr)
-    return result
+        if not analyzer.can_prove_le(lower, expr):
+            analyzer = analyzer.assume_le(lower, expr)
+    return analyzer
 
 
-# Accesses: which elements of a buffer are touched
+# Footprints of accesses
 
 
 @dataclass(frozen=True, slots=True)
 class _Footprint:
-    """The elements that one access touches where it runs: at most `count`, in the box of one range per dimension."""
+    """Elements that one access touches in its loops: at most `count`, inside `box`, one range per dimension."""
 
     count: SymExpr
     box: tuple[_Range, ...]
 
 
-def _footprint(access: Load | Store, scope: _Scope, anywhere: _Scope) -> _Footprint:
-    """Dimensions whose indices depend on the same loops move together: there are no more of them than iterations."""
+def _footprint(access: Load | Store, scope: _Scope, outermost: _Scope) -> _Footprint:
+    """Compute the footprint of an access.
+
+    Dimensions indexed by the same loops touch at most as many elements together as these loops have iterations.
+    """
     groups: list[tuple[frozenset[SymVar], SymExpr]] = []
     box = []
     for dim, index in zip(access.buffer.shape, access.indices, strict=True):
-        roots, result = scope.roots(index), scope.range_of(index)
-        if result is None:
-            result = _Range(_ZERO, dim - 1)
-        else:  # what would lie outside is never touched: a branch guards it, or a loop is shorter in the end
-            result = _Range(scope.greatest(_ZERO, result.low), scope.least(result.high, dim - 1))
-        box.append(result)
-        if not roots:
+        loops, bounds = scope.loops_of(index), scope.range_of(index)
+        if bounds is None:
+            bounds = _Range(_ZERO, dim - 1)
+        else:  # accesses outside of the buffer are guarded by a branch or a shorter last iteration
+            bounds = _Range(scope.maximum(_ZERO, bounds.low), scope.minimum(bounds.high, dim - 1))
+        box.append(bounds)
+        if not loops:
             continue
-        count = anywhere.greatest(_ZERO, scope.least(result.high - result.low + 1, scope.count(roots)))
-        together = [group for group in groups if group[0] & roots]
-        groups = [group for group in groups if not group[0] & roots]
-        if together:
-            roots = roots.union(*(group[0] for group in together))
-            count = scope.least(product((count, *(group[1] for group in together))), scope.count(roots))
-        groups.append((roots, count))
+        count = outermost.maximum(_ZERO, scope.minimum(bounds.high - bounds.low + 1, scope.count(loops)))
+        dependent = [group for group in groups if group[0] & loops]
+        groups = [group for group in groups if not group[0] & loops]
+        if dependent:
+            loops = loops.union(*(group[0] for group in dependent))
+            count = scope.minimum(product((count, *(group[1] for group in dependent))), scope.count(loops))
+        groups.append((loops, count))
     return _Footprint(product(count for _, count in groups), tuple(box))
 
 
-def _union(buffer: Buffer, parts: list[_Footprint], anywhere: _Scope) -> SymExpr:
-    """How many elements several accesses touch together: no more than the sum, than the box round all, or than all.
+def _union(buffer: Buffer, footprints: list[_Footprint], outermost: _Scope) -> SymExpr:
+    """Bound the elements that several accesses touch together by their sum, their bounding box and the buffer size.
 
-    Not all of them need to run: their formulas then give what they may, but a greater box at most.
+    An access in a branch may not run: its footprint then only widens the box.
     """
-    distinct = list({(part.count, part.box): part for part in parts}.values())
+    distinct = list({(footprint.count, footprint.box): footprint for footprint in footprints}.values())
     if len(distinct) == 1:
         return distinct[0].count
-    least, greatest = anywhere.least, anywhere.greatest
+    minimum, maximum = outermost.minimum, outermost.maximum
     size = product(buffer.shape)
-    if any(part.count is size for part in distinct):
+    if any(footprint.count is size for footprint in distinct):
         return size
-    sides = zip(*(part.box for part in distinct), strict=True)
-    box = product(greatest(*(r.high for r in side)) - least(*(r.low for r in side)) + 1 for side in sides)
-    return least(size, box, _total(part.count for part in distinct))
+    sides = zip(*(footprint.box for footprint in distinct), strict=True)
+    box = product(maximum(*(r.high for r in side)) - minimum(*(r.low for r in side)) + 1 for side in sides)
+    return minimum(size, box, _total(footprint.count for footprint in distinct))
 
 
-class _Walk:
-    """One pass over a program's statements: sums up FLOPs, and collects the accesses to its parameters."""
+class _CostCounter:
+    """Visitor that sums FLOPs and collects the footprints of accesses to parameters."""
 
     def __init__(self, program: TensorProgram) -> None:
         self._params = set(program.params)
         dims = {dim for buffer in program.params for dim in buffer.shape if not dim.is_const}
-        self.anywhere = _Scope(frozenset(dims))
+        self.outermost = _Scope(frozenset(dims))
         self.read: dict[Buffer, list[_Footprint]] = {}
         self.written: dict[Buffer, list[_Footprint]] = {}
         self.is_bound = True
-        self.shared = _ZERO  # FLOPs of factors that several iterations of a reduction share
+        self.hoisted_flops = _ZERO  # FLOPs of loop-invariant factors of reductions
 
-    def touched(self, buffer: Buffer, *, written: bool = False) -> SymExpr:
-        """Bytes."""
+    def bytes_touched(self, buffer: Buffer, *, written: bool = False) -> SymExpr:
+        """Bytes of a buffer that all reads, or all writes, touch."""
         parts = (self.written if written else self.read)[buffer]
-        return _union(buffer, parts, self.anywhere) * dtypes.itemsize(buffer.dtype)
+        return _union(buffer, parts, self.outermost) * dtypes.itemsize(buffer.dtype)
 
     def flops(self, stmt: Stmt, scope: _Scope) -> SymExpr:
         values = stmt_values(stmt)
@@ -293,9 +302,9 @@ class _Walk:
             self._accesses(value, scope)
         flops = sym(value_flops(*values))
         if isinstance(stmt, Store):
-            self._note(self.written, stmt, scope)
+            self._add_footprint(self.written, stmt, scope)
             if stmt.combine is not None:
-                flops = sym(value_flops(*self._repeated(stmt.value, scope)))
+                flops = sym(value_flops(*self._without_hoisted(stmt.value, scope)))
             combines = stmt.combine is not None and stmt.buffer.dtype != "bool"
             return flops + (flops_of(stmt.combine or "add") if combines else 0)
         if isinstance(stmt, For):
@@ -305,27 +314,29 @@ class _Walk:
         if isinstance(stmt, Allocate):
             return self.flops(stmt.body, scope)
         if isinstance(stmt, LetIndex):
-            roots = self._roots_of(stmt.value, scope)
+            roots = self._loops_of_value(stmt.value, scope)
             return flops + self.flops(stmt.body, replace(scope, data={**scope.data, stmt.var: roots}))
         if isinstance(stmt, IfThenElse):
-            return flops + scope.greatest(*(self.flops(s, scope) for s in stmt_children(stmt)))
+            return flops + scope.maximum(*(self.flops(s, scope) for s in stmt_children(stmt)))
         return flops
 
-    def _repeated(self, value: Value, scope: _Scope) -> tuple[Value, ...]:
-        """The value without factors that need not be computed in each iteration, as they depend on some of the loops
-        only: a dequantized weight. These count once for each iteration of those loops."""
+    def _without_hoisted(self, value: Value, scope: _Scope) -> tuple[Value, ...]:
+        """Split loop-invariant factors, such as a dequantized weight, off the value of a reduction.
+
+        Their FLOPs count once per iteration of the loops on which the factor depends.
+        """
         factors = (value.a, value.b) if isinstance(value, Binary) and value.op == "mul" else ()
-        kept = []
+        remaining = []
         for factor in factors:
-            loops, flops = self._roots_of(factor, scope), value_flops(factor)
+            loops, flops = self._loops_of_value(factor, scope), value_flops(factor)
             if flops and loops < scope.extents.keys():
-                self.shared += scope.count(loops) * flops
+                self.hoisted_flops += scope.count(loops) * flops
             else:
-                kept.append(factor)
-        if len(kept) == len(factors):
+                remaining.append(factor)
+        if len(remaining) == len(factors):
             return (value,)
         leaf = Literal(1, value.dtype)
-        return (Binary("mul", leaf, leaf), *kept)
+        return (Binary("mul", leaf, leaf), *remaining)
 
     def _loop(self, loop: For, scope: _Scope) -> SymExpr:
         times = scope.range_of(loop.extent)
@@ -340,8 +351,10 @@ class _Walk:
         return self._sum_over(loop.var, extent, self.flops(loop.body, inside), inside)
 
     def _sum_over(self, var: SymVar, extent: SymExpr, body: SymExpr, scope: _Scope) -> SymExpr:
-        """The sum of body over var in range(extent): exact where the body is quadratic in var, as in triangular loops,
-        or linear in the length of tiles of which the last may be shorter; else at most its greatest value, each time.
+        """Sum `body` over var in range(extent).
+
+        The sum is exact where `body` is quadratic in var (triangular loops) or linear in the length of tiles with a
+        shorter last one; else the maximum of `body` times the extent.
         """
         if var not in body.free_vars():
             return body * extent
@@ -350,11 +363,11 @@ class _Walk:
             return self._sum_over(var, extent, body, scope) + tiles
         powers = _quadratic(body, var)
         if powers is None:
-            times, most = scope.range_of(extent), scope.range_of(body)
-            if times is None or most is None:
+            times, bounds = scope.range_of(extent), scope.range_of(body)
+            if times is None or bounds is None:
                 self.is_bound = False
                 return _ONE
-            return times.high * most.high
+            return times.high * bounds.high
         constant, linear, square = powers
         first = floordiv(extent * (extent - 1), 2)
         second = floordiv(extent * (extent - 1) * (extent * 2 - 1), 6)
@@ -363,58 +376,64 @@ class _Walk:
     def _accesses(self, value: Value, scope: _Scope) -> None:
         for part in walk_values(value):
             if isinstance(part, Load):
-                self._note(self.read, part, scope)
+                self._add_footprint(self.read, part, scope)
 
-    def _note(self, found: dict[Buffer, list[_Footprint]], access: Load | Store, scope: _Scope) -> None:
+    def _add_footprint(self, footprints: dict[Buffer, list[_Footprint]], access: Load | Store, scope: _Scope) -> None:
         if access.buffer in self._params:
-            found.setdefault(access.buffer, []).append(_footprint(access, scope, self.anywhere))
+            footprints.setdefault(access.buffer, []).append(_footprint(access, scope, self.outermost))
 
-    def _roots_of(self, value: Value, scope: _Scope) -> frozenset[SymVar]:
-        """The loops on which a value depends; on all of them where it reads what the program itself computes."""
-        result: frozenset[SymVar] = frozenset()
+    def _loops_of_value(self, value: Value, scope: _Scope) -> frozenset[SymVar]:
+        """The loops on which a value depends.
+
+        These are all enclosing loops where the value loads a buffer that the program writes.
+        """
+        loops: frozenset[SymVar] = frozenset()
         for part in walk_values(value):
             if isinstance(part, Load):
                 if part.buffer not in self._params or part.buffer in self.written:
                     return frozenset(scope.extents)
-                result = result.union(*map(scope.roots, part.indices))
+                loops = loops.union(*map(scope.loops_of, part.indices))
             elif isinstance(part, IndexValue):
-                result |= scope.roots(part.index)
-        return result
+                loops |= scope.loops_of(part.index)
+        return loops
 
 
 def _without_tiles(body: SymExpr, var: SymVar, extent: SymExpr) -> tuple[SymExpr, SymExpr | None]:
-    """What is left of the body without multiples of min(c, e - c*var), and the sum of these over var in
-    range(ceildiv(e, c)), which is a multiple of e; None where the body has none."""
+    """Split terms of tile lengths min(c, e - c*var) off `body`.
+
+    Returns the remaining terms, and the sum of the split terms over var in range(ceildiv(e, c)), a multiple of e; None
+    where `body` has no such term.
+    """
     rest, tiles = body, None
     for monomial, coef in body.terms:
         atoms = [atom for atom in monomial if isinstance(atom, Min) and var in atom.free_vars()]
-        others = [atom for atom in monomial if atom not in atoms]
-        if len(atoms) != 1 or any(var in atom.free_vars() for atom in others):
+        factors = [atom for atom in monomial if atom not in atoms]
+        if len(atoms) != 1 or any(var in atom.free_vars() for atom in factors):
             continue
         whole = _tiled(atoms[0], var, extent)
         if whole is not None:
             rest = rest - product(monomial) * coef
-            tiles = (tiles or _ZERO) + product(others) * whole * coef
+            tiles = (tiles or _ZERO) + product(factors) * whole * coef
     return rest, tiles
 
 
 def _tiled(atom: Min, var: SymVar, extent: SymExpr) -> SymExpr | None:
-    """e, where the atom is min(c, e - c*var) for a constant c > 0 and the extent is ceildiv(e, c)."""
-    for size, left in ((atom.a, atom.b), (atom.b, atom.a)):
-        whole = left + var * size
+    """The total length e, where the atom is min(c, e - c*var) for a constant c > 0 and the extent is ceildiv(e, c)."""
+    for size, remainder in ((atom.a, atom.b), (atom.b, atom.a)):
+        whole = remainder + var * size
         if size.is_const and size.const > 0 and var not in whole.free_vars() and extent is ceildiv(whole, size):
             return whole
     return None
 
 
 def _quadratic(expr: SymExpr, var: SymVar) -> tuple[SymExpr, SymExpr, SymExpr] | None:
-    """(a, b, c) with expr == a + b*var + c*var*var."""
+    """Coefficients (a, b, c) with expr == a + b*var + c*var*var; None if there are none."""
     powers = [_ZERO, _ZERO, _ZERO]
     powers[0] += expr.const
     for monomial, coef in expr.terms:
-        others = [atom for atom in monomial if atom is not var]
-        degree = len(monomial) - len(others)
-        if degree > 2 or any(var in atom.free_vars() for atom in others):
+        factors = [atom for atom in monomial if atom is not var]
+        degree = len(monomial) - len(factors)
+        if degree > 2 or any(var in atom.free_vars() for atom in factors):
             return None
-        powers[degree] += product(others) * coef
+        powers[degree] += product(factors) * coef
     return powers[0], powers[1], powers[2]

@@ -1,8 +1,8 @@
-"""How native code reads NumPy arrays out of Python's own objects, without a Python operation per array.
+"""Native code that reads addresses and shapes of NumPy arrays from CPython objects, without a Python call per array.
 
-The layout of tuples and arrays is public in C: it is what the macros PyTuple_GET_ITEM and PyArray_DATA compile to, and
-so is stable for one kind of Python and for NumPy 1 and 2. `is_supported` compares it with what Python says about an
-array all the same; where it differs (another Python, one without a GIL), the interpreter runs models.
+The struct layouts of tuples and arrays are part of the C ABI: PyTuple_GET_ITEM and PyArray_DATA are inlined accesses to
+them. They are stable for CPython builds of one kind, and for NumPy 1 and 2. `is_supported` verifies them at run time;
+where they differ (another Python, no GIL), the bytecode interpreter runs models.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from relaxlite.runtime import support
 from relaxlite.runtime.support import SupportCode
 
-_TUPLE_ITEMS, _TYPE = 24, 8  # offsets in bytes
-_DATA, _RANK, _DIMS, _DTYPE, _FLAGS = 16, 24, 32, 56, 64  # of an array
+_TUPLE_ITEMS, _TYPE = 24, 8  # byte offsets in a tuple and in any object
+_DATA, _RANK, _DIMS, _DTYPE, _FLAGS = 16, 24, 32, 56, 64  # byte offsets in an array
 _C_CONTIGUOUS, _ALIGNED, WRITABLE = 0x1, 0x100, 0x400
 DENSE = _C_CONTIGUOUS | _ALIGNED
 
@@ -106,7 +106,7 @@ _SYMBOLS = ("relaxlite_read_arrays", "relaxlite_array_data")
 
 
 def support_code() -> SupportCode:
-    """The reader, which is the same on all machines."""
+    """The reader's IR, which is the same on all machines."""
     ir = _READER_IR.substitute(
         items=_TUPLE_ITEMS, type=_TYPE, data=_DATA, rank=_RANK, dims=_DIMS, dtype=_DTYPE, flags=_FLAGS
     )  # fmt: skip
@@ -115,40 +115,42 @@ def support_code() -> SupportCode:
 
 @cache
 def symbols() -> dict[str, int]:
-    """Names and addresses of the functions for host functions to import."""
+    """Addresses of the functions that host functions import, by name."""
     return support.link(support_code(), {})
 
 
 @cache
 def is_supported() -> bool:
-    """Whether tuples and arrays lie in memory as this module believes."""
+    """Whether the layouts of tuples and arrays match this module's offsets, by a check on two arrays."""
     if sys.implementation.name != "cpython" or ctypes.sizeof(ctypes.c_void_p) != 8 or not _has_gil():
         return False
     dense, transposed = np.zeros((2, 3), np.int16), np.zeros((2, 3), np.int16).T
     transposed.flags.writeable = False
     pair = (transposed, dense)
-    return _word(id(pair) + _TUPLE_ITEMS + 8) == id(dense) and _reads(dense) and _reads(transposed)
+    return (
+        _load_int64(id(pair) + _TUPLE_ITEMS + 8) == id(dense) and _layout_matches(dense) and _layout_matches(transposed)
+    )
 
 
 def _has_gil() -> bool:
     return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
-def _reads(array: np.ndarray) -> bool:
-    start, flags = id(array), array.flags
-    dims = _word(start + _DIMS)
-    seen = ctypes.c_int32.from_address(start + _FLAGS).value
+def _layout_matches(array: np.ndarray) -> bool:
+    address, flags = id(array), array.flags
+    dims = _load_int64(address + _DIMS)
+    stored_flags = ctypes.c_int32.from_address(address + _FLAGS).value
     return (
-        _word(start + _TYPE) == id(np.ndarray)
-        and _word(start + _DATA) == array.ctypes.data
-        and ctypes.c_int32.from_address(start + _RANK).value == array.ndim
-        and _word(start + _DTYPE) == id(array.dtype)
-        and bool(seen & _C_CONTIGUOUS) == flags.c_contiguous
-        and bool(seen & _ALIGNED) == flags.aligned
-        and bool(seen & WRITABLE) == flags.writeable
-        and all(_word(dims + 8 * axis) == size for axis, size in enumerate(array.shape))
+        _load_int64(address + _TYPE) == id(np.ndarray)
+        and _load_int64(address + _DATA) == array.ctypes.data
+        and ctypes.c_int32.from_address(address + _RANK).value == array.ndim
+        and _load_int64(address + _DTYPE) == id(array.dtype)
+        and bool(stored_flags & _C_CONTIGUOUS) == flags.c_contiguous
+        and bool(stored_flags & _ALIGNED) == flags.aligned
+        and bool(stored_flags & WRITABLE) == flags.writeable
+        and all(_load_int64(dims + 8 * axis) == size for axis, size in enumerate(array.shape))
     )
 
 
-def _word(address: int) -> int:
+def _load_int64(address: int) -> int:
     return ctypes.c_int64.from_address(address).value

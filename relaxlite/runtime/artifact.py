@@ -3,14 +3,14 @@
     0        header, 64 bytes: magic, format and producer versions, file size, manifest's size and crc32, own crc32
     64       manifest, JSON: entries, target, kernels, metadata, and where every section lies with its crc32
     4096 k   payload: bytecode (JSON), all objects, host functions, the runtime's own code (support.py), attachments
-             (tokenizer and the like), weights: the first weight on a page, each section 64-byte aligned
+             (such as a tokenizer), weights: the first weight page-aligned, each section 64-byte aligned
 
 Weights are memory-mapped read-only, so that processes share them and loading does not read them.
 
-Integrity: everything but the weights is checked whole. Weights are checked whole up to CHECK_LIMIT bytes in total
-(crc32 runs at 2.6 GB/s: at most 25 ms); in larger files one page of every SAMPLE_STRIDE bytes of each weight is, which
-finds truncated, sparse and mixed-up files without reading all of a model, and `verify=True` checks every byte. The
-hashes find accidents; they are no protection against an attacker, whose object code would run anyway.
+Integrity: all sections but weights are checked whole. Weights are checked whole up to CHECK_LIMIT bytes in total; in
+larger files one page per SAMPLE_STRIDE bytes of each weight is checked, which detects truncated, sparse and mixed-up
+files without reading the whole model. `verify=True` checks every byte. Checksums detect accidents, not attacks: object
+code of a file is executed.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from relaxlite.runtime.executable import (
     Reg,
     Ret,
     Signature,
-    Surroundings,
     TargetInfo,
     TensorSpec,
+    ValidationContext,
     VMFunction,
     validate,
     validate_functions,
@@ -62,32 +62,41 @@ from relaxlite.runtime.mapped_file import MappedFile
 from relaxlite.runtime.memory import HUGE_PAGE
 from relaxlite.version import __version__
 
-MAGIC = b"\x89RLX\r\n\x1a\n"  # as in PNG: shows transfers that change line ends or strip the eighth bit
+MAGIC = b"\x89RLX\r\n\x1a\n"  # as in PNG: detects changed line ends and stripped eighth bits
 FORMAT = 7
-CHECK_LIMIT = 64 << 20
-DECODE_LIMIT = 64 << 10  # of bytecode: less is decoded, and found valid, in some 10 ms
+CHECK_LIMIT = 64 << 20  # bytes, for a fast load (docs/measurements/backend.md)
+DECODE_LIMIT = (
+    64 << 10
+)  # bytes of bytecode that are decoded and validated at load, not lazily (docs/measurements/backend.md)
 SAMPLE_STRIDE = 4 << 20
 
-_MAX = (1 << 32) - 1  # a checksum
+_MAX_CHECKSUM = (1 << 32) - 1  # widest in JSON
 _HEADER = struct.Struct("<8sI20sQQI")  # magic, format, producer, file size, manifest's size, manifest's crc32
 _CRC = struct.Struct("<I")  # of the header, right behind it
 _HEADER_SIZE = 64
 _ALIGNMENT = 64
 _PAGE = 4096
-_MAX_OF_NAME = 230  # bytes of the 255 that systems allow: the temporary file adds 14
-_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError)  # of reading bad data
+_MAX_NAME_BYTES = 230  # of the 255 that file systems allow; the name of the temporary file is 14 longer
+_MALFORMED = (
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    RecursionError,
+)  # raised by reading malformed data
 _CODE_SECTIONS = ("the bytecode", "the object code", "the host functions", "the runtime's own code")
 
 
 def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
-    """Write the file in one step: a reader sees the old file or the whole new one, and a failure leaves no trace."""
-    target = Path(os.path.realpath(path))  # a link stays one
+    """Write an executable to a file, atomically: readers see the old file or the whole new one. ArtifactError."""
+    target = Path(os.path.realpath(path))  # a symbolic link is kept, its target replaced
     if os.path.isdir(target):
         raise ArtifactError(f"cannot save to {target}: it is a folder; name a file in it")
     if os.path.exists(target) and not os.path.isfile(target):
         raise ArtifactError(f"cannot save to {target}: it is a device or a pipe, no file that could be replaced")
     validate(data)
-    name = target.name.encode("utf-8", "surrogateescape")[:_MAX_OF_NAME].decode("utf-8", "ignore")
+    name = target.name.encode("utf-8", "surrogateescape")[:_MAX_NAME_BYTES].decode("utf-8", "ignore")
     temporary = target.with_name(f".{name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb", buffering=HUGE_PAGE) as file:
@@ -105,9 +114,9 @@ def save(data: ExecutableData, path: str | os.PathLike[str]) -> None:
 
 @with_gc_disabled
 def load(path: str | os.PathLike[str], *, verify: bool = False, to_run: bool = True) -> ExecutableData:
-    """Read a saved model; ArtifactError says what is wrong with the file, or why this machine cannot run it.
+    """Load a saved model. ArtifactError for a damaged file, or one that this machine cannot run.
 
-    `verify`: check every byte of the weights. `to_run=False`: only to look at it, so it may be for another machine.
+    `verify`: check every byte of the weights. `to_run=False`: for inspection; skips the check of the machine.
     """
     source = Path(path)
     try:
@@ -126,38 +135,38 @@ def load(path: str | os.PathLike[str], *, verify: bool = False, to_run: bool = T
 
 
 def _write(data: ExecutableData, file: BinaryIO) -> None:
-    """Section after section, of which one is in memory at a time: weights may be views, whose bytes are copies. What
-    comes first in the file is written last, as it holds their checksums."""
+    """Write sections one at a time, to bound memory, as bytes of weights may be copies; then header and manifest, which
+    hold the checksums of the sections."""
     bytecode = _to_json([_function_to_json(function) for function in data.functions.values()])
     hosts = b"".join(entry.host.object_code for entry in data.entries.values())
     code = (b"".join(data.objects), hosts, b"".join(data.support.values()))
     blobs: list[bytes | np.ndarray] = [bytecode, *code, *data.attachments.values(), *data.constants]
-    places, size = _layout(blobs, len(blobs) - len(data.constants))
-    facts = _manifest(data)
+    extents, size = _layout(blobs, len(blobs) - len(data.constants))
+    fields = _manifest(data)
 
     def manifest(checksums: list[tuple[int, int]]) -> bytes:
-        sections = [(*place, *sums) for place, sums in zip(places, checksums, strict=True)]
-        return _to_json({**facts, "sections": sections})
+        sections = [(*extent, *sums) for extent, sums in zip(extents, checksums, strict=True)]
+        return _to_json({**fields, "sections": sections})
 
-    room = len(manifest([(_MAX, _MAX)] * len(blobs)))
-    payload, checksums = _align(_HEADER_SIZE + room, _PAGE), []
-    for (offset, _), blob in zip(places, blobs, strict=True):
+    manifest_size = len(manifest([(_MAX_CHECKSUM, _MAX_CHECKSUM)] * len(blobs)))
+    payload, checksums = _align(_HEADER_SIZE + manifest_size, _PAGE), []
+    for (offset, _), blob in zip(extents, blobs, strict=True):
         content = blob if isinstance(blob, bytes) else _bytes_of(blob)
         _append(file, bytes(payload + offset - file.tell()))
         _append(file, content)
         checksums.append((zlib.crc32(content), _sampled_crc(content)))
     _append(file, bytes(payload + size - file.tell()))
-    text = manifest(checksums).ljust(room)
+    text = manifest(checksums).ljust(manifest_size)
     producer = data.metadata.producer.encode()[:20]
-    header = _HEADER.pack(MAGIC, FORMAT, producer, payload + size, room, zlib.crc32(text))
+    header = _HEADER.pack(MAGIC, FORMAT, producer, payload + size, manifest_size, zlib.crc32(text))
     file.seek(0)
     file.write((header + _CRC.pack(zlib.crc32(header))).ljust(_HEADER_SIZE, b"\0"))
     file.write(text)
 
 
 def _append(file: BinaryIO, content: bytes | memoryview) -> None:
-    """Write behind what is there, never across a multiple of a huge page: so the file's buffer, which is that large, is
-    full at each, and the system keeps what it is given at once in one page, if it can (mapped_file.py)."""
+    """Append in pieces that end at multiples of a huge page, so that each flush of the file's buffer, which has that
+    size, fills one huge page of the page cache where the system supports it (mapped_file.py)."""
     position, start, view = file.tell(), 0, memoryview(content)
     while start < len(view):
         end = start + HUGE_PAGE - (position + start) % HUGE_PAGE
@@ -166,17 +175,18 @@ def _append(file: BinaryIO, content: bytes | memoryview) -> None:
 
 
 def _layout(blobs: list[bytes | np.ndarray], first_weight: int) -> tuple[list[tuple[int, int]], int]:
-    """Each section's offset in the payload and size; and the payload's size."""
-    places, end = [], 0
+    """Lay out the sections: (offset in the payload, size) of each, and the size of the payload."""
+    extents, end = [], 0
     for index, blob in enumerate(blobs):
         offset = _align(end, _PAGE if index == first_weight else _ALIGNMENT)
         size = len(blob) if isinstance(blob, bytes) else blob.nbytes
-        places.append((offset, size))
+        extents.append((offset, size))
         end = offset + size
-    return places, end
+    return extents, end
 
 
 def _sampled_crc(blob: bytes | memoryview) -> int:
+    """Checksum of one page per SAMPLE_STRIDE bytes."""
     crc = 0
     for start in range(0, len(blob), SAMPLE_STRIDE):
         crc = zlib.crc32(blob[start : start + _PAGE], crc)
@@ -212,9 +222,11 @@ def _manifest(data: ExecutableData) -> dict[str, Any]:
 
 def _function_to_json(function: VMFunction) -> list[Any]:
     code = [_instruction_to_json(instruction) for instruction in function.instructions]
-    index = {place: at for at, place in enumerate(dict.fromkeys(function.places))}  # one place makes many instructions
-    places = [list(index), [index[place] for place in function.places]]
-    return [function.name, function.params, function.num_registers, code, places]
+    location_numbers = {
+        location: at for at, location in enumerate(dict.fromkeys(function.locations))
+    }  # many instructions share a location
+    locations = [list(location_numbers), [location_numbers[location] for location in function.locations]]
+    return [function.name, function.params, function.num_registers, code, locations]
 
 
 def _instruction_to_json(instruction: Instruction) -> list[Any]:
@@ -258,7 +270,7 @@ def _map(source: Path) -> np.ndarray:
 
 
 def _read_manifest(content: np.ndarray) -> dict[str, Any]:
-    """The manifest, with the absolute start of the payload as "payload"."""
+    """Check header and manifest; returns the manifest, with the absolute start of the payload as "payload"."""
     head = content[:_HEADER_SIZE].tobytes()
     if head[: len(MAGIC)] != MAGIC[: len(head)]:
         raise ArtifactError("it is not a relaxlite model")
@@ -289,19 +301,19 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool, t
     names = manifest["attachments"]
     if len({str(name) for name in names}) < len(names) or len(names) + len(_CODE_SECTIONS) > len(manifest["sections"]):
         raise ArtifactError(f"it is malformed: its attachments are {names!r}")
-    before = (*_CODE_SECTIONS, *(f"the attachment {name!r}" for name in names))
-    bytecode, code, host_code, support_code, *others = _read_sections(content, manifest, before, verify=verify)
-    attached, weights = others[: len(names)], others[len(names) :]
+    section_names = (*_CODE_SECTIONS, *(f"the attachment {name!r}" for name in names))
+    bytecode, code, host_code, support_code, *blobs = _read_sections(content, manifest, section_names, verify=verify)
+    attachments, weights = blobs[: len(names)], blobs[len(names) :]
     if to_run and (len(code) or len(host_code)):
         cpu.check(target)
     kinds = manifest["constants"]
     kernels = [_kernel_from_json(item) for item in manifest["kernels"]]
     entries = _entries_from_json(manifest["entries"], host_code.tobytes())
-    main = entries.pop(ENTRY)
+    entry_point = entries.pop(ENTRY)
     support_keys, support_sizes = [key for key, _ in manifest["support"]], [size for _, size in manifest["support"]]
     data = ExecutableData(
         functions={},
-        signature=main.signature,
+        signature=entry_point.signature,
         kernels={kernel.name: kernel for kernel in kernels},
         objects=_split(code.tobytes(), manifest["objects"]),
         constants=tuple(
@@ -309,15 +321,15 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool, t
             for weight, (dtype, shape) in zip(weights, kinds, strict=True)
         ),
         libraries=tuple(map(_library_from_json, manifest.get("libraries", ()))),
-        host=main.host,
+        host=entry_point.host,
         target=target,
         metadata=Metadata(**manifest["metadata"]),
-        attachments={name: blob.tobytes() for name, blob in zip(names, attached, strict=True)},
+        attachments={name: blob.tobytes() for name, blob in zip(names, attachments, strict=True)},
         support=dict(zip(support_keys, _split(support_code.tobytes(), support_sizes), strict=True)),
-        others=entries,
+        extra_entries=entries,
     )
     validate_values(data)
-    functions = StoredFunctions(bytecode.tobytes(), Surroundings.of(data))
+    functions = StoredFunctions(bytecode.tobytes(), ValidationContext.of(data))
     has_code = all(entry.host.object_code for entry in data.entries.values())
     if verify or not (to_run and has_code) or len(bytecode) <= DECODE_LIMIT:
         functions.decode()
@@ -329,19 +341,19 @@ def _entry_to_json(name: str, entry: Entry) -> list[Any]:
 
 
 def _entries_from_json(items: list[Any], code: bytes) -> dict[str, Entry]:
-    """By name, ENTRY among them."""
+    """Entries by name, including ENTRY."""
     objects = _split(code, [size for _, _, size, _, _ in items])
-    result = {}
-    for (name, given, _, heap_slots, reason), host_code in zip(items, objects, strict=True):
+    entries = {}
+    for (name, fields, _, heap_slots, reason), host_code in zip(items, objects, strict=True):
         signature = Signature(
-            _specs_from_json(given["inputs"]), _specs_from_json(given["outputs"]), tuple(given["donated"])
+            _specs_from_json(fields["inputs"]), _specs_from_json(fields["outputs"]), tuple(fields["donated"])
         )
-        result[str(name)] = Entry(signature, HostCode(host_code, heap_slots, reason))
-    return result
+        entries[str(name)] = Entry(signature, HostCode(host_code, heap_slots, reason))
+    return entries
 
 
 def _split(code: bytes, sizes: list[int]) -> tuple[bytes, ...]:
-    """The object files that lie one behind the other."""
+    """Split concatenated object files."""
     if sum(sizes) != len(code):
         raise ArtifactError(f"it is malformed: objects of {sum(sizes)} bytes in all, where there are {len(code)}")
     ends = list(itertools.accumulate(sizes))
@@ -349,30 +361,32 @@ def _split(code: bytes, sizes: list[int]) -> tuple[bytes, ...]:
 
 
 def _read_sections(
-    content: np.ndarray, manifest: dict[str, Any], before: tuple[str, ...], *, verify: bool
+    content: np.ndarray, manifest: dict[str, Any], names: tuple[str, ...], *, verify: bool
 ) -> list[np.ndarray]:
-    """All sections, checked; `before` names those that stand before the weights."""
+    """Read and check all sections; `names`: of the sections before the weights. ArtifactError names a corrupted one."""
     sections = manifest["sections"]
-    whole = verify or sum(size for _, size, _, _ in sections[len(before) :]) <= CHECK_LIMIT
+    checks_whole = verify or sum(size for _, size, _, _ in sections[len(names) :]) <= CHECK_LIMIT
     blobs = []
     for index, (offset, size, crc, sampled_crc) in enumerate(sections):
         start = manifest["payload"] + offset
         blob = content[start : start + size]
         is_good = (
-            zlib.crc32(blob.data) == crc if whole or index < len(before) else _sampled_crc(blob.data) == sampled_crc
+            zlib.crc32(blob.data) == crc
+            if checks_whole or index < len(names)
+            else _sampled_crc(blob.data) == sampled_crc
         )
         if offset < 0 or len(blob) != size or not is_good:
-            number = index - len(before)
-            name = f"weight {number}" if number >= 0 else before[index]
-            raise ArtifactError(f"it is corrupted: {name} does not match its checksum")
+            number = index - len(names)
+            section_name = f"weight {number}" if number >= 0 else names[index]
+            raise ArtifactError(f"it is corrupted: {section_name} does not match its checksum")
         blobs.append(blob)
     return blobs
 
 
 def _kernel_from_json(item: dict[str, Any]) -> KernelInfo:
     cost = item.get("cost")
-    known = None if cost is None else KernelCost(**{**cost, "symbols": tuple(cost["symbols"])})
-    return KernelInfo(**{**item, "checks": tuple(item["checks"]), "cost": known})
+    parsed_cost = None if cost is None else KernelCost(**{**cost, "symbols": tuple(cost["symbols"])})
+    return KernelInfo(**{**item, "checks": tuple(item["checks"]), "cost": parsed_cost})
 
 
 def _library_from_json(item: dict[str, Any]) -> LibraryInfo:
@@ -392,22 +406,24 @@ def _specs_from_json(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
 
 
 class StoredFunctions(Mapping[str, VMFunction]):
-    """The functions of a file, which are decoded, and found valid, when somebody asks for them: where machine code
-    runs in their place only errors do, and those of 768 experts take half a second. ArtifactError: they are malformed.
+    """Bytecode functions of a file, decoded and validated at first access, as host functions need them only for errors.
+
+    Access raises ArtifactError where the bytecode is malformed.
     """
 
-    def __init__(self, encoded: bytes, around: Surroundings) -> None:
-        self._encoded, self._around = encoded, around
+    def __init__(self, encoded: bytes, surroundings: ValidationContext) -> None:
+        self._encoded, self._surroundings = encoded, surroundings
         self._functions: Mapping[str, VMFunction] | None = None
 
     def decode(self) -> Mapping[str, VMFunction]:
+        """Decode and validate all functions, once."""
         if self._functions is None:
             try:
-                result = [_function_from_json(item) for item in json.loads(self._encoded)]
+                decoded = [_function_from_json(item) for item in json.loads(self._encoded)]
             except _MALFORMED as error:
                 raise ArtifactError(f"its bytecode is malformed ({type(error).__name__}: {error})") from error
-            functions = {function.name: function for function in result}
-            validate_functions(functions, self._around)
+            functions = {function.name: function for function in decoded}
+            validate_functions(functions, self._surroundings)
             self._functions = functions
         return self._functions
 
@@ -422,9 +438,11 @@ class StoredFunctions(Mapping[str, VMFunction]):
 
 
 def _function_from_json(item: list[Any]) -> VMFunction:
-    name, params, num_registers, code, (texts, places) = item
+    name, params, num_registers, code, (locations, location_numbers) = item
     instructions = tuple(map(_instruction_from_json, code))
-    return VMFunction(name, tuple(params), num_registers, instructions, tuple(texts[at] for at in places))
+    return VMFunction(
+        name, tuple(params), num_registers, instructions, tuple(locations[number] for number in location_numbers)
+    )
 
 
 def _instruction_from_json(item: list[Any]) -> Instruction:

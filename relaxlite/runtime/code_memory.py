@@ -1,4 +1,4 @@
-"""Memory that machine code is written to and then run from; never writable and executable at once (POSIX)."""
+"""Memory for machine code: written first, then executed; never writable and executable at once (POSIX)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ _FAILED = (1 << 8 * ctypes.sizeof(ctypes.c_void_p)) - 1
 
 
 class CodeMemory:
-    """Whole pages of zeros, writable until `protect` says otherwise. Given back by `free`, or with the last reference.
+    """A private mapping of zeroed pages, writable until `protect`. Unmapped by `free`, or with the last reference.
 
-    Not at the end of the process: threads may be inside the code until then. A fork copies it like all private memory.
+    Not unmapped at process exit, as threads may still execute the code. OutOfMemoryError where mmap fails.
     """
 
     def __init__(self, nbytes: int) -> None:
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        result = _libc().mmap(None, size, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-        if result in (None, _FAILED):
+        address = _libc().mmap(None, size, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        if address in (None, _FAILED):
             raise OutOfMemoryError(f"the system has no {size} bytes of memory for machine code: {_last_error()}")
-        self.address: int = result
-        self.bytes = memoryview((ctypes.c_ubyte * size).from_address(result)).cast("B")
-        self.free = weakref.finalize(self, _libc().munmap, result, size)
+        self.address: int = address
+        self.bytes = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+        self.free = weakref.finalize(self, _libc().munmap, address, size)
         self.free.atexit = False
 
     def protect(self, start: int, nbytes: int, access: int) -> None:
-        """Let the pages from `start`, a multiple of the page size, be READ_ONLY or EXECUTABLE."""
+        """Set the protection of the pages from `start`, a multiple of the page size, to READ_ONLY or EXECUTABLE.
+
+        ArtifactError where the system forbids executable memory.
+        """
         if nbytes and _libc().mprotect(self.address + start, nbytes, access):
             raise ArtifactError(
                 f"the system does not let this process run machine code that it has loaded ({_last_error()}); "
@@ -41,7 +44,7 @@ class CodeMemory:
             )
 
     def keep(self) -> None:
-        """Never give it back."""
+        """Never unmap the memory."""
         self.free.detach()
 
 

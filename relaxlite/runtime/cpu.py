@@ -1,7 +1,7 @@
-"""What this processor can do, by LLVM's names of features, and read as LLVM reads it: from CPUID, but without LLVM.
+"""Detection of CPU features by LLVM's names, from CPUID as in LLVM, but without loading LLVM.
 
-The kernel's list in /proc/cpuinfo would not do: it leaves out what old kernels do not know, and what is of no use to
-them ("avx10.1", "shstk"). Sources: Intel's manual of the architecture, volume 2, CPUID; llvm/lib/TargetParser/Host.cpp.
+/proc/cpuinfo is incomplete: old kernels omit features that they do not know or use ("avx10.1", "shstk"). Sources: Intel
+SDM volume 2, CPUID; llvm/lib/TargetParser/Host.cpp.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Registers: TypeAlias = tuple[int, int, int, int]  # eax, ebx, ecx, edx
 
 _EAX, _EBX, _ECX, _EDX = range(4)
 _EXTENDED = 0x80000000
-_NOTHING: Registers = (0, 0, 0, 0)
+_ZEROS: Registers = (0, 0, 0, 0)
 
 _APX = ("egpr", "push2pop2", "ppx", "ndd", "ccmp", "nf", "cf", "zu")
 
-# leaf, subleaf, register: the bit of each feature. A name that is there twice is there with either bit.
+# (leaf, subleaf, register, bit of each feature). A feature listed twice is present with either bit.
 _BITS: tuple[tuple[int, int, int, Mapping[str, int]], ...] = (
     (0x1, 0, _EDX, {"cx8": 8, "cmov": 15, "mmx": 23, "fxsr": 24, "sse": 25, "sse2": 26}),
     (
@@ -77,9 +77,9 @@ _BITS: tuple[tuple[int, int, int, Mapping[str, int]], ...] = (
     (_EXTENDED + 0x21, 0, _EAX, {"prefetchi": 20}),
 )  # fmt: skip
 
-# Registers that the system must save for a feature to be of use: the bits of XCR0.
-_AVX, _AVX512, _AMX, _MORE_REGISTERS = 0x6, 0xE6, 0x60000, 0x80000
-_SAVED: Mapping[str, int] = {
+# Bits of XCR0 that the system must enable for a feature: register state that it saves at context switches.
+_AVX, _AVX512, _AMX, _APX_STATE = 0x6, 0xE6, 0x60000, 0x80000
+_REQUIRED_XCR0: Mapping[str, int] = {
     **dict.fromkeys(
         ("avx", "avx2", "fma", "f16c", "xsave", "xsaveopt", "xsavec", "xsaves", "xop", "fma4", "vaes", "vpclmulqdq",
          "avxvnni", "avxifma", "avxvnniint8", "avxvnniint16", "avxneconvert", "sha512", "sm3", "sm4"),
@@ -87,16 +87,16 @@ _SAVED: Mapping[str, int] = {
     ),
     **{name: _AVX512 for *_, bits in _BITS for name in bits if name.startswith("avx512")},
     **{name: _AMX for *_, bits in _BITS for name in bits if name.startswith("amx-")},
-    **dict.fromkeys(_APX, _MORE_REGISTERS),
+    **dict.fromkeys(_APX, _APX_STATE),
 }  # fmt: skip
-_XSAVE_IS_ON = 27  # the bit of leaf 1, ecx: XCR0 can be read
-_AVX10 = 19  # the bit of leaf 7.1, edx: leaf 0x24 has its version
+_OSXSAVE_BIT = 27  # of leaf 1, ecx: xgetbv is enabled
+_AVX10_BIT = 19  # of leaf 7.1, edx: leaf 0x24 has the AVX10 version
 
 _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
-# By what triples, and Python's sys.platform, call them.
+# Keys: parts of target triples, and values of sys.platform.
 _SYSTEMS = {"linux": "Linux", "darwin": "macOS", "macos": "macOS", "windows": "Windows", "win32": "Windows"}
 
-# void cpuid(uint32_t registers[4]), of the leaf in [0] and the subleaf in [2]
+# void cpuid(uint32_t registers[4]); input: leaf in [0], subleaf in [2]
 _CPUID = bytes.fromhex(
     "53"  # push rbx
     "8b07 8b4f08"  # mov eax, [rdi]; mov ecx, [rdi + 8]
@@ -104,27 +104,27 @@ _CPUID = bytes.fromhex(
     "8907 895f04 894f08 89570c"  # mov [rdi], eax; mov [rdi + 4], ebx; mov [rdi + 8], ecx; mov [rdi + 12], edx
     "5b c3"  # pop rbx; ret
 )
-# uint64_t xgetbv(void), of XCR0
+# uint64_t xgetbv(void), which returns XCR0
 _XGETBV = bytes.fromhex(
     "31c9"  # xor ecx, ecx
     "0f01d0"  # xgetbv
     "48c1e220 4809d0"  # shl rdx, 32; or rax, rdx
     "c3"  # ret
 )
-_XGETBV_AT = 64
+_XGETBV_OFFSET = 64
 
 
 def check(target: TargetInfo) -> None:
-    """ArtifactError unless the object code runs on this machine."""
+    """Raise ArtifactError unless object code for a target runs on this machine: architecture, system, CPU features."""
     machine = platform.machine().lower()
     host = _ARCHITECTURES.get(machine, machine)
-    wanted = target.triple.partition("-")[0].lower()
-    if _ARCHITECTURES.get(wanted, wanted) != host:
-        raise ArtifactError(f"it was compiled for {wanted or 'an unknown processor'}, and this machine is {host}")
-    system = next((result for part, result in _SYSTEMS.items() if part in target.triple.lower()), None)
-    here = _SYSTEMS.get(sys.platform)
-    if None not in (system, here) and system != here:
-        raise ArtifactError(f"it was compiled for {system}, and this machine runs {here}")
+    architecture = target.triple.partition("-")[0].lower()
+    if _ARCHITECTURES.get(architecture, architecture) != host:
+        raise ArtifactError(f"it was compiled for {architecture or 'an unknown processor'}, and this machine is {host}")
+    system = next((system_name for part, system_name in _SYSTEMS.items() if part in target.triple.lower()), None)
+    host_system = _SYSTEMS.get(sys.platform)
+    if None not in (system, host_system) and system != host_system:
+        raise ArtifactError(f"it was compiled for {system}, and this machine runs {host_system}")
     required = [feature.removeprefix("+") for feature in target.features if not feature.startswith("-")]
     if missing := lacking(required):
         raise ArtifactError(
@@ -134,24 +134,27 @@ def check(target: TargetInfo) -> None:
 
 
 def lacking(features: Iterable[str]) -> list[str]:
-    """Which of these, by LLVM's names, the processor does not have. LLVM, where it is installed, has the last word on
-    what is missing. ArtifactError where only LLVM could tell and is not there."""
-    known = _own_features()
+    """Features, by LLVM's names, that this processor lacks.
+
+    Features that CPUID detection misses are looked up in LLVM where it is installed. ArtifactError where only LLVM can
+    tell (processors other than x86) and is not installed.
+    """
+    detected = _cpuid_features()
     ignored = SYSTEM_FEATURES | TUNING_FLAGS
-    doubtful = [name for name in features if name not in ignored and not known.get(name, False)]
-    if not doubtful:
+    undetected = [name for name in features if name not in ignored and not detected.get(name, False)]
+    if not undetected:
         return []
     try:
         present = jit.host_features()
     except ArtifactError:
-        if not known:
+        if not detected:
             raise
-        return doubtful
-    return [name for name in doubtful if not present.get(name, False)]
+        return undetected
+    return [name for name in undetected if not present.get(name, False)]
 
 
 def name() -> str:
-    """As LLVM calls the processor; where that is not installed, as the system does."""
+    """Name of this processor by LLVM where that is installed, else by the system."""
     try:
         return jit.host_cpu_name()
     except ArtifactError:
@@ -159,60 +162,63 @@ def name() -> str:
 
 
 @cache
-def _own_features() -> Mapping[str, bool]:
-    """What can be told without LLVM; empty for processors that are not x86."""
+def _cpuid_features() -> Mapping[str, bool]:
+    """Features that CPUID reports; empty for other processors than x86."""
     if not linker.is_supported():
         return {}
     try:
-        memory = CodeMemory(_XGETBV_AT + len(_XGETBV))
+        memory = CodeMemory(_XGETBV_OFFSET + len(_XGETBV))
         memory.bytes[: len(_CPUID)] = _CPUID
-        memory.bytes[_XGETBV_AT : _XGETBV_AT + len(_XGETBV)] = _XGETBV
+        memory.bytes[_XGETBV_OFFSET : _XGETBV_OFFSET + len(_XGETBV)] = _XGETBV
         memory.protect(0, len(memory.bytes), EXECUTABLE)
     except RelaxliteError:
         return {}
     cpuid = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(memory.address)
-    xgetbv = ctypes.CFUNCTYPE(ctypes.c_uint64)(memory.address + _XGETBV_AT)
+    xgetbv = ctypes.CFUNCTYPE(ctypes.c_uint64)(memory.address + _XGETBV_OFFSET)
 
-    def ask(leaf: int, subleaf: int) -> Registers:
+    def query(leaf: int, subleaf: int) -> Registers:
         registers = (ctypes.c_uint32 * 4)(leaf, 0, subleaf, 0)
         cpuid(ctypes.addressof(registers))
         eax, ebx, ecx, edx = registers
         return eax, ebx, ecx, edx
 
     try:
-        return features_of(ask, xgetbv)
+        return features_of(query, xgetbv)
     finally:
         memory.free()
 
 
-def features_of(ask: Callable[[int, int], Registers], xcr0: Callable[[], int]) -> dict[str, bool]:
-    """Features by what CPUID says of a leaf and a subleaf, and by XCR0, which is asked only where it is there."""
-    last = {start: ask(start, 0)[_EAX] for start in (0, _EXTENDED)}
-    last_subleaf = ask(7, 0)[_EAX] if last[0] >= 7 else 0
+def features_of(query: Callable[[int, int], Registers], xcr0: Callable[[], int]) -> dict[str, bool]:
+    """Decode features from CPUID, by `query(leaf, subleaf)`, and from XCR0, which is read only where xgetbv is
+    enabled."""
+    last_leaf = {start: query(start, 0)[_EAX] for start in (0, _EXTENDED)}
+    last_subleaf = query(7, 0)[_EAX] if last_leaf[0] >= 7 else 0
 
     @cache
     def registers(leaf: int, subleaf: int) -> Registers:
-        is_there = leaf <= last[leaf & _EXTENDED] and (leaf != 7 or subleaf <= last_subleaf)
-        return ask(leaf, subleaf) if is_there else _NOTHING
+        is_valid = leaf <= last_leaf[leaf & _EXTENDED] and (leaf != 7 or subleaf <= last_subleaf)
+        return query(leaf, subleaf) if is_valid else _ZEROS
 
-    saved = xcr0() if registers(1, 0)[_ECX] >> _XSAVE_IS_ON & 1 else 0
+    enabled_state = xcr0() if registers(1, 0)[_ECX] >> _OSXSAVE_BIT & 1 else 0
     result: dict[str, bool] = {}
     for leaf, subleaf, register, bits in _BITS:
-        word = registers(leaf, subleaf)[register]
+        bits_set = registers(leaf, subleaf)[register]
         for name, bit in bits.items():
-            needed = _SAVED.get(name, 0)
-            result[name] = result.get(name, False) or (bool(word >> bit & 1) and saved & needed == needed)
+            required_state = _REQUIRED_XCR0.get(name, 0)
+            result[name] = result.get(name, False) or (
+                bool(bits_set >> bit & 1) and enabled_state & required_state == required_state
+            )
     result["widekl"] &= result["kl"]
-    has_avx10 = registers(7, 1)[_EDX] >> _AVX10 & 1 and saved & _AVX512 == _AVX512
+    has_avx10 = registers(7, 1)[_EDX] >> _AVX10_BIT & 1 and enabled_state & _AVX512 == _AVX512
     version = registers(0x24, 0)[_EBX] & 0xFF if has_avx10 else 0
-    for number in (1, 2):  # with LLVM 20's names, as registers of 512 bits are always there
+    for number in (1, 2):  # LLVM 20 names widths; 512-bit registers are always present
         result |= dict.fromkeys((f"avx10.{number}", f"avx10.{number}-256", f"avx10.{number}-512"), version >= number)
     return result
 
 
 @cache
 def described() -> Mapping[str, str]:
-    """What Linux says of the first processor in /proc/cpuinfo; empty elsewhere."""
+    """Fields of the first processor in /proc/cpuinfo; empty on other systems than Linux."""
     fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -1,7 +1,7 @@
-"""What the compiler hands to the runtime: bytecode, kernels, weights and the signature, as plain data.
+"""Data model of executables: bytecode, kernels, weights and signatures, as the compiler hands them to the runtime.
 
-docs/runtime-abi.md ("Bytecode") is the specification of the instructions. Nothing here runs anything: `vm.py` does,
-and `artifact.py` stores it in a file. `validate` refuses bytecode that names anything that is not there.
+docs/runtime-abi.md ("Bytecode") specifies the instructions; `vm.py` runs them, `artifact.py` stores executables in
+files. `validate` rejects bytecode with undefined references.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from relaxlite.version import __version__
 ENTRY = "main"
 
 ImmValue: TypeAlias = "int | str | tuple[ImmValue, ...] | None"
-Bound: TypeAlias = tuple[int | None, int | None, int]  # lower, upper, divisor
+SymbolBounds: TypeAlias = tuple[int | None, int | None, int]  # lower, upper, divisor
 
 
 @dataclass(frozen=True, slots=True)
 class Reg:
+    """A register operand."""
+
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """An index into `ExecutableData.constants`."""
+    """A constant operand: an index into `ExecutableData.constants`."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Imm:
+    """An immediate operand."""
+
     value: ImmValue
 
 
@@ -45,6 +49,8 @@ Operand: TypeAlias = Reg | Const | Imm
 
 @dataclass(frozen=True, slots=True)
 class Call:
+    """Calls a kernel, function, library routine or builtin; `dst`: the register of the result."""
+
     dst: int  # -1: no result
     callee: str  # "kernel:NAME", "func:NAME", "extern:SYMBOL" or "builtin:NAME"
     operands: tuple[Operand, ...]
@@ -52,17 +58,21 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Ret:
+    """Returns the value of a register."""
+
     register: int
 
 
 @dataclass(frozen=True, slots=True)
 class Goto:
+    """Jumps to an instruction."""
+
     target: int
 
 
 @dataclass(frozen=True, slots=True)
 class If:
-    """Falls through when the one-element bool tensor in `register` is true, else jumps."""
+    """Falls through where the one-element bool tensor in `register` is true, else jumps to `else_target`."""
 
     register: int
     else_target: int
@@ -73,34 +83,40 @@ Instruction: TypeAlias = Call | Ret | Goto | If
 
 @dataclass(frozen=True, slots=True)
 class VMFunction:
+    """A bytecode function."""
+
     name: str
-    params: tuple[str, ...]  # their values arrive in registers 0, 1, ...
+    params: tuple[str, ...]  # in registers 0, 1, ... at entry
     num_registers: int
     instructions: tuple[Instruction, ...]
-    places: tuple[str | None, ...] = ()  # what each instruction was made of, as an ONNX node; empty: of nothing known
+    locations: tuple[str | None, ...] = ()  # source location of each instruction, as an ONNX node; empty: unknown
 
-    def place(self, at: int) -> str | None:
-        return self.places[at] if self.places else None
+    def location(self, at: int) -> str | None:
+        """Source location of an instruction."""
+        return self.locations[at] if self.locations else None
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """What one call costs at least, as texts for `expression.parse_expression` in which s0, s1, ... are the values of
-    the kernel's symbols, in order: operations, bytes of inputs, bytes of outputs. Rules: passes/cost.py."""
+    """Lower bounds of the cost of one call: operations, bytes read, bytes written (rules: passes/cost.py).
 
-    symbols: tuple[str, ...]  # what the symbols are called
+    Texts for `expression.parse_expression`, in which s0, s1, ... are the values of the kernel's symbols, in order.
+    """
+
+    symbols: tuple[str, ...]  # names of the symbols
     flops: str
     bytes_read: str
     bytes_written: str
-    is_bound: bool = True  # False: loops whose extent is data count as one iteration
+    is_bound: bool = True  # False: loops with data-dependent extents count as one iteration
 
 
 @dataclass(frozen=True, slots=True)
 class KernelInfo:
-    """A compiled tensor program. `checks[k - 1]` is the message of status k. The counts guard calls, where known."""
+    """A compiled tensor program. `checks[k - 1]`: message of status k. The counts are checked at calls, None:
+    unknown."""
 
     name: str
-    symbol: str  # in the object code
+    symbol: str  # name in the object code
     checks: tuple[str, ...] = ()
     num_buffers: int | None = None
     num_symbols: int | None = None
@@ -109,12 +125,12 @@ class KernelInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """An input or output of the model. A dimension is a constant or the text of a symbolic expression."""
+    """An input or output of a model. Each dimension is a constant or the text of a symbolic expression."""
 
     name: str
     dtype: str
     shape: tuple[int | str, ...]
-    bounds: Mapping[str, Bound] = field(default_factory=dict)  # of the symbols in `shape`
+    bounds: Mapping[str, SymbolBounds] = field(default_factory=dict)  # of the symbols in `shape`
 
     def __str__(self) -> str:
         dims = ", ".join(str(dim) for dim in self.shape)
@@ -122,8 +138,8 @@ class TensorSpec:
         return f"{self.name}: {self.dtype}[{dims}]" + (f" where {', '.join(facts)}" if facts else "")
 
 
-def bound_text(symbol: str, bound: Bound) -> str:
-    """What is known about a symbol, as in "1 <= n <= 512, n % 8 == 0"; empty when nothing beyond n >= 0 is."""
+def bound_text(symbol: str, bound: SymbolBounds) -> str:
+    """Bounds of a symbol as text, such as "1 <= n <= 512, n % 8 == 0"; empty for n >= 0 alone."""
     lower, upper, divisor = bound
     below = f"{lower} <= " if lower else ""
     above = f" <= {upper}" if upper is not None else ""
@@ -133,8 +149,8 @@ def bound_text(symbol: str, bound: Bound) -> str:
     return ", ".join(pieces)
 
 
-def bound_problem(symbol: str, bound: Bound, value: int) -> str | None:
-    """How a value of a symbol breaks its bounds, if it does."""
+def bound_problem(symbol: str, bound: SymbolBounds, value: int) -> str | None:
+    """Message on how a value of a symbol breaks its bounds; None where it does not."""
     lower, upper, divisor = bound
     if lower is not None and value < lower:
         return f"{symbol} = {value} is below its lower bound {lower}"
@@ -145,16 +161,16 @@ def bound_problem(symbol: str, bound: Bound, value: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """`donated`: the inputs whose arrays a call overwrites, by name."""
+    """Inputs and outputs of an entry. `donated`: names of inputs whose arrays a call overwrites."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     donated: tuple[str, ...] = ()
 
     @property
-    def bounds(self) -> dict[str, Bound]:
-        """Every symbol of the signature with its bounds, in order of first occurrence."""
-        merged: dict[str, Bound] = {}
+    def bounds(self) -> dict[str, SymbolBounds]:
+        """Bounds by symbol, in order of first occurrence in the signature."""
+        merged: dict[str, SymbolBounds] = {}
         for spec in (*self.inputs, *self.outputs):
             for symbol, bound in spec.bounds.items():
                 merged.setdefault(symbol, bound)
@@ -163,7 +179,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What the object code needs of the machine that runs it."""
+    """Requirements of the object code on the machine: target triple, CPU name, features."""
 
     triple: str = ""
     cpu: str = ""
@@ -172,21 +188,23 @@ class TargetInfo:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
+    """Information about an executable that running does not depend on."""
+
     producer: str = __version__
     llvm: str = ""
-    provenance: Mapping[str, Any] = field(default_factory=dict)  # where the model came from
-    memory_plan: Mapping[str, Any] = field(default_factory=dict)  # the planner's summary
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # origin of the model
+    memory_plan: Mapping[str, Any] = field(default_factory=dict)  # summary of the memory planner
     info: Mapping[str, Any] = field(default_factory=dict)  # free-form JSON, shown by `relaxlite inspect`
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryInfo:
-    """A library whose routines the kernels call: a shared library, or "python" for functions by name."""
+    """A library whose routines kernels call: a shared library, or "python" for registered Python functions."""
 
     name: str
     symbols: tuple[str, ...]
-    file: str = ""  # where it was when the model was compiled; empty for those that relaxlite finds itself
-    required: tuple[str, ...] = ()  # of the symbols: those that the model has no kernel of its own for
+    file: str = ""  # path at compile time; empty for libraries that relaxlite locates itself
+    required: tuple[str, ...] = ()  # symbols without a fallback kernel in the model
 
     def __str__(self) -> str:
         wanted = [f"{s} (required)" if s in self.required else s for s in self.symbols]
@@ -195,7 +213,8 @@ class LibraryInfo:
 
 @dataclass(frozen=True, slots=True)
 class HostCode:
-    """The host function (runtime/host.py) of an executable; without object code, why the bytecode is interpreted."""
+    """The host function (runtime/host.py) of an entry; without object code, `reason` says why bytecode is
+    interpreted."""
 
     object_code: bytes = b""
     heap_slots: int = 0
@@ -204,7 +223,7 @@ class HostCode:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A function that may be called from outside; all of an executable share kernels and weights."""
+    """An exported function; all entries of an executable share kernels and weights."""
 
     signature: Signature
     host: HostCode = HostCode()
@@ -212,26 +231,30 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExecutableData:
-    functions: Mapping[str, VMFunction]  # must hold ENTRY, whose params are the signature's inputs
+    """A compiled model as plain data."""
+
+    functions: Mapping[str, VMFunction]  # contains ENTRY, whose parameters are the signature's inputs
     signature: Signature
     kernels: Mapping[str, KernelInfo] = field(default_factory=dict)
-    objects: tuple[bytes, ...] = ()  # files in the format of the target, which hold the kernels
+    objects: tuple[bytes, ...] = ()  # object files of the kernels, in the target's format
     constants: tuple[np.ndarray, ...] = ()
     host: HostCode = HostCode()
     target: TargetInfo = TargetInfo()
     metadata: Metadata = Metadata()
     libraries: tuple[LibraryInfo, ...] = ()
-    attachments: Mapping[str, bytes] = field(default_factory=dict)  # what travels with the model, as its tokenizer
-    support: Mapping[str, bytes] = field(default_factory=dict)  # the runtime's own code by key, see support.py
-    others: Mapping[str, Entry] = field(default_factory=dict)  # beside ENTRY, by the name of their function
+    attachments: Mapping[str, bytes] = field(default_factory=dict)  # other files of the model, such as its tokenizer
+    support: Mapping[str, bytes] = field(
+        default_factory=dict
+    )  # object code of the runtime's own functions by key, see support.py
+    extra_entries: Mapping[str, Entry] = field(default_factory=dict)  # exported functions besides ENTRY, by name
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """All that may be called from outside, ENTRY first."""
-        return {ENTRY: Entry(self.signature, self.host), **self.others}
+        """Exported functions by name, ENTRY first."""
+        return {ENTRY: Entry(self.signature, self.host), **self.extra_entries}
 
 
-# What a builtin takes: "v" a register or constant, "h" the same or Imm(None) (no heap), "*" any number of values,
+# Operand kinds of builtins: "v" a register or constant, "h" the same or Imm(None) (no heap), "*" any number of values,
 # "n" Imm(int >= 0), "s" Imm(str), "t" Imm(dtype), "d" Imm(dim), "D" Imm(dims), "S" Imm(match_shape's spec).
 BUILTINS: dict[str, str] = {
     "alloc_heap": "n",
@@ -254,12 +277,12 @@ def _validate_signature(signature: Signature) -> None:
 
 
 def disassemble(data: ExecutableData) -> str:
-    """The whole program as text: signature, kernels, constants, functions."""
+    """Text of an executable: signatures, constants, kernels, libraries, functions."""
     lines: list[str] = []
     for name, entry in data.entries.items():
-        of = "" if name == ENTRY else f" of {name}"
-        lines += [f"inputs{of}:", *(f"  {spec}" for spec in entry.signature.inputs)]
-        lines += [f"outputs{of}:", *(f"  {spec}" for spec in entry.signature.outputs)]
+        suffix = "" if name == ENTRY else f" of {name}"
+        lines += [f"inputs{suffix}:", *(f"  {spec}" for spec in entry.signature.inputs)]
+        lines += [f"outputs{suffix}:", *(f"  {spec}" for spec in entry.signature.outputs)]
     if data.constants:
         lines.append("constants:")
         lines += [f"  c{i}: {a.dtype}{list(a.shape)} ({a.nbytes} bytes)" for i, a in enumerate(data.constants)]
@@ -283,6 +306,7 @@ def _disassemble_function(function: VMFunction) -> Iterator[str]:
 
 
 def instruction_text(instruction: Instruction) -> str:
+    """Text of an instruction, as in disassembly."""
     match instruction:
         case Call(dst, callee, operands):
             call = f"{callee}({', '.join(map(_operand_text, operands))})"
@@ -308,13 +332,13 @@ def _operand_text(operand: Operand) -> str:
 
 
 def validate(data: ExecutableData) -> None:
-    """ArtifactError unless dtypes are known, and functions are as `validate_functions` has them."""
+    """Raise ArtifactError unless dtypes are known and functions are valid (`validate_functions`)."""
     validate_values(data)
-    validate_functions(data.functions, Surroundings.of(data))
+    validate_functions(data.functions, ValidationContext.of(data))
 
 
 def validate_values(data: ExecutableData) -> None:
-    """ArtifactError unless the dtypes of inputs, outputs and constants are known."""
+    """Raise ArtifactError unless the dtypes of inputs, outputs and constants are known."""
     for entry in data.entries.values():
         _validate_signature(entry.signature)
     for index, array in enumerate(data.constants):
@@ -323,41 +347,44 @@ def validate_values(data: ExecutableData) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What functions may name beside each other: kernels, and so many constants. `inputs`: how many an entry has."""
+class ValidationContext:
+    """Definitions that functions may refer to: kernels, number of constants, number of inputs of each entry."""
 
     kernels: Mapping[str, KernelInfo]
     constants: int
     inputs: Mapping[str, int]
 
     @staticmethod
-    def of(data: ExecutableData) -> Surroundings:
+    def of(data: ExecutableData) -> ValidationContext:
         inputs = {name: len(entry.signature.inputs) for name, entry in data.entries.items()}
-        return Surroundings(data.kernels, len(data.constants), inputs)
+        return ValidationContext(data.kernels, len(data.constants), inputs)
 
 
-def validate_functions(functions: Mapping[str, VMFunction], around: Surroundings) -> None:
-    """ArtifactError unless every register, constant, kernel, function, builtin and target that is named exists, no
-    register is read before it is written, immediates are well formed, and no function runs off its end."""
-    for name, count in around.inputs.items():
+def validate_functions(functions: Mapping[str, VMFunction], surroundings: ValidationContext) -> None:
+    """Raise ArtifactError unless functions are valid.
+
+    All registers, constants, kernels, functions, builtins and jump targets exist, registers are written before they are
+    read, immediates are well-formed, and no function runs off its end.
+    """
+    for name, count in surroundings.inputs.items():
         if name not in functions:
             raise ArtifactError(f"there is no function '{name}'")
-        takes = len(functions[name].params)
-        if takes != count:
-            raise ArtifactError(f"function '{name}' takes {takes} values, but the signature has {count} inputs")
+        num_params = len(functions[name].params)
+        if num_params != count:
+            raise ArtifactError(f"function '{name}' takes {num_params} values, but the signature has {count} inputs")
     for function in functions.values():
         for at, instruction in enumerate(function.instructions):
-            problem = _problem(functions, around, function, instruction)
+            problem = _problem(functions, surroundings, function, instruction)
             if problem is not None:
                 raise ArtifactError(f"function '{function.name}', {at}: {instruction_text(instruction)}: {problem}")
-        if function.places and len(function.places) != len(function.instructions):
-            counts = f"{len(function.places)} places of {len(function.instructions)} instructions"
+        if function.locations and len(function.locations) != len(function.instructions):
+            counts = f"{len(function.locations)} places of {len(function.instructions)} instructions"
             raise ArtifactError(f"function '{function.name}': {counts}")
         _validate_flow(function)
 
 
 def _problem(
-    functions: Mapping[str, VMFunction], around: Surroundings, function: VMFunction, instruction: Instruction
+    functions: Mapping[str, VMFunction], surroundings: ValidationContext, function: VMFunction, instruction: Instruction
 ) -> str | None:
     count, registers = len(function.instructions), function.num_registers
     match instruction:
@@ -373,26 +400,26 @@ def _problem(
             for operand in operands:
                 if isinstance(operand, Reg) and not 0 <= operand.index < registers:
                     return f"there is no register r{operand.index}"
-                if isinstance(operand, Const) and not 0 <= operand.index < around.constants:
+                if isinstance(operand, Const) and not 0 <= operand.index < surroundings.constants:
                     return f"there is no constant c{operand.index}"
-            return _callee_problem(functions, around, callee, operands)
+            return _callee_problem(functions, surroundings, callee, operands)
     return None
 
 
 def _callee_problem(
-    functions: Mapping[str, VMFunction], around: Surroundings, callee: str, operands: tuple[Operand, ...]
+    functions: Mapping[str, VMFunction], surroundings: ValidationContext, callee: str, operands: tuple[Operand, ...]
 ) -> str | None:
     kind, _, name = callee.partition(":")
     if kind == "builtin":
         return _builtin_problem(name, operands)
     if kind == "kernel":
-        return _kernel_problem(around.kernels, name, operands)
+        return _kernel_problem(surroundings.kernels, name, operands)
     if kind == "func":
         if name not in functions:
             return f"there is no function '{name}'"
-        takes = len(functions[name].params)
-        if len(operands) != takes:
-            return f"'{name}' takes {takes} values, got {len(operands)}"
+        num_params = len(functions[name].params)
+        if len(operands) != num_params:
+            return f"'{name}' takes {num_params} values, got {len(operands)}"
         return None if all(isinstance(o, Reg | Const) for o in operands) else "operands must be registers or constants"
     return None if kind == "extern" and name else "unknown kind of callee"
 
@@ -476,34 +503,37 @@ def _is_dim_spec(dim: ImmValue) -> bool:
 
 
 def _validate_flow(function: VMFunction) -> None:
-    """Each register is written on every path before it is read, and the end is never run over."""
+    """Definite-assignment dataflow: every register is written on all paths before it is read; no path runs off the
+    end."""
     count, registers = len(function.instructions), function.num_registers
     if len(function.params) > registers:
         raise ArtifactError(f"function '{function.name}': {len(function.params)} parameters, {registers} registers")
     if count == 0 or not isinstance(function.instructions[-1], Ret | Goto):
         raise ArtifactError(f"function '{function.name}' does not end in ret or goto")
-    joins = {at for instruction in function.instructions for at in _jumps(instruction)}
-    written = {0: (1 << len(function.params)) - 1}  # where paths join: a bit per register that surely is written there
+    join_points = {at for instruction in function.instructions for at in _jumps(instruction)}
+    assigned_at = {
+        0: (1 << len(function.params)) - 1
+    }  # join point -> bit set of registers that are written on all paths
     pending = [0]
     while pending:
         at = pending.pop()
-        known = written[at]
+        assigned = assigned_at[at]
         while True:
             instruction = function.instructions[at]
             for register in _reads(instruction):
-                if not known >> register & 1:
+                if not assigned >> register & 1:
                     where = f"function '{function.name}', {at}: {instruction_text(instruction)}"
                     raise ArtifactError(f"{where}: r{register} is read before it is written")
             if isinstance(instruction, Call) and instruction.dst >= 0:
-                known |= 1 << instruction.dst
-            following = _successors(at, instruction)
-            if len(following) == 1 and following[0] == at + 1 and at + 1 not in joins:
+                assigned |= 1 << instruction.dst
+            successors = _successors(at, instruction)
+            if len(successors) == 1 and successors[0] == at + 1 and at + 1 not in join_points:
                 at += 1
                 continue
-            for target in following:
-                merged = written.get(target, known) & known
-                if written.get(target) != merged:
-                    written[target] = merged
+            for target in successors:
+                merged = assigned_at.get(target, assigned) & assigned
+                if assigned_at.get(target) != merged:
+                    assigned_at[target] = merged
                     pending.append(target)
             break
 

@@ -1,6 +1,6 @@
-"""Whole-number expressions as text, such as "s0*s1*2 + min(s0, 512)": read once, evaluated without the compiler.
+"""Parser of integer expressions as text, such as "s0*s1*2 + min(s0, 512)", for evaluation without the compiler.
 
-Python syntax, of which there is: names s0, s1, ..., whole numbers, + - * // % and unary minus, min(...) and max(...).
+A subset of Python: names s0, s1, ..., integer literals, + - * // %, unary minus, min(...) and max(...).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _EXTREMA: dict[str, Callable[..., int]] = {"min": min, "max": max}
 
 
 def parse_expression(text: str, num_symbols: int) -> Expression:
-    """A function of the values of s0, s1, ... Division by zero gives 0. Raises ArtifactError for any other text."""
+    """Parse an expression to a function of the values of s0, s1, ...; division by zero gives 0.
+
+    ArtifactError for text outside of the grammar.
+    """
     try:
         return _convert(ast.parse(text, mode="eval").body, num_symbols)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -41,13 +44,13 @@ def _convert(node: ast.expr, count: int) -> Expression:
         number = int(match[1])
         return lambda symbols: symbols[number]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        inner = _convert(node.operand, count)
-        return lambda symbols: -inner(symbols)
+        operand = _convert(node.operand, count)
+        return lambda symbols: -operand(symbols)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         combine, left, right = _OPERATORS[type(node.op)], _convert(node.left, count), _convert(node.right, count)
         return lambda symbols: combine(left(symbols), right(symbols))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _EXTREMA and node.args:
-        pick, parts = _EXTREMA[node.func.id], [_convert(argument, count) for argument in node.args]
+        extremum, arguments = _EXTREMA[node.func.id], [_convert(argument, count) for argument in node.args]
         if not node.keywords:
-            return lambda symbols: reduce(pick, [part(symbols) for part in parts])
+            return lambda symbols: reduce(extremum, [evaluate(symbols) for evaluate in arguments])
     raise ValueError(f"{ast.unparse(node)[:40]!r} is not part of the language")

@@ -1,14 +1,14 @@
-"""Runs a model through its host function: the bytecode of an entry as machine code, without Python per instruction.
+"""Calls of host functions: the bytecode of an entry as machine code, without Python work per instruction.
 
-A call takes two steps, on a frame of 64-bit words that Python and the machine code share:
+A call takes two or three steps, on a frame of 64-bit words that Python and native code share:
 
-    i32 relaxlite_host_prepare(ptr arguments, ptr frame)   with the GIL: reads the tuple of arrays, checks their shapes,
-                                                           computes how much memory results and the arena need
+    i32 relaxlite_host_prepare(ptr arguments, ptr frame)   with the GIL: reads the tuple of arrays, checks shapes,
+                                                           computes the sizes of results and arena
     i32 relaxlite_host_run(ptr frame)                      without the GIL: runs the kernels
-    void relaxlite_host_finish(ptr frame)                  where run asks for it: copies results to their arrays
+    void relaxlite_host_finish(ptr frame)                  if run requests it: copies results to Python's arrays
 
-Whatever a host function does not like, a wrong argument as much as a kernel that fails, it gives up on, and the
-interpreter runs the call again: so there is one place that words errors, and results cannot depend on who ran a model.
+On any failure, such as a wrong argument or a failed kernel, a host function gives up, and the bytecode interpreter runs
+the call again. So errors are raised in one place, and results do not depend on how a model was run.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from relaxlite.runtime.weights import Constants
 
 PREPARE, RUN, FINISH = "relaxlite_host_prepare", "relaxlite_host_run", "relaxlite_host_finish"
 
-# What prepare returns.
-READY, REFUSED, READY_WITH_CARE = 0, 1, 2  # with care: the arena is too small, or a result is large
-# What run returns.
-DONE, DONE_WITH_COPIES, GAVE_UP = 0, 1, -1  # with copies: some results lie in memory that is not Python's
+# Statuses of prepare.
+READY, REFUSED, READY_NEEDS_MEMORY = 0, 1, 2  # the last: the arena is too small, or a result is large
+# Statuses of run.
+DONE, DONE_WITH_COPIES, GAVE_UP = 0, 1, -1  # with copies: some results lie in memory that Python does not own
 
-LARGE_RESULT = 1 << 16  # bytes from which aligned memory is worth its price of about 3 us
+LARGE_RESULT = 1 << 16  # bytes; for larger results aligned memory pays for its cost (docs/measurements/backend.md)
 
-# Words of a frame. Inputs follow: address and dimensions of each. Then outputs, then the heap.
+# Words of a frame. Then follow address and dimensions of each input, the records of outputs, and the heap.
 CONSTANTS, KERNELS, PLAN, LIMIT, POISON, ARENA, ARENA_BYTES, ARENA_NEEDED, INPUTS = range(9)
-# Words of an output's record; its dimensions follow.
+# Words of an output's record; the dimensions follow.
 OUT_ARRAY, OUT_BYTES, OUT_RESULT, OUT_COPIED, OUT_OWNER, OUT_DIMS = range(6)
 
 
 @dataclass(frozen=True, slots=True)
 class FrameLayout:
-    """The words of a frame at which inputs, the record of each output, and the heap begin."""
+    """Offsets in words of each input, each output's record and the heap in a frame."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -64,11 +64,11 @@ class FrameLayout:
 
 
 class HostFailedError(Exception):
-    """The host function has given up on a call; the interpreter says why."""
+    """Raised where a host function has given up on a call, which the interpreter must run."""
 
 
 class _Frame:
-    """The words of one call at a time. It keeps its arena for the next call that takes the frame."""
+    """The frame of one call at a time, reused by later calls together with its arena."""
 
     __slots__ = ("address", "arena", "words")
 
@@ -79,10 +79,11 @@ class _Frame:
 
 
 class HostFunction:
-    """The loaded host function of an executable. Several threads may call it at once: each call has a frame."""
+    """The loaded host function of an entry. Thread-safe: each concurrent call has its own frame."""
 
     def __init__(self, entry: Entry, kernels: Sequence[int], constants: Constants, *, poison: bool) -> None:
-        """`kernels`: addresses, in the order of the executable's."""
+        """Load the code. `kernels`: addresses, in the order of the executable's kernels; `poison`: fill fresh memory
+        with 0xFF bytes."""
         code, signature = entry.host, entry.signature
         layout = FrameLayout.of(signature)
         exports = (PREPARE, RUN, FINISH)
@@ -97,17 +98,17 @@ class HostFunction:
         ]
         self._dtypes = [spec.dtype for spec in signature.outputs]
         self._poison, self._constants = poison, constants
-        tables = [(ctypes.c_int64 * max(len(t), 1))(*t) for t in (kernels, _reading_plan(signature))]
+        tables = [(ctypes.c_int64 * max(len(t), 1))(*t) for t in (kernels, _reader_plan(signature))]
         self._tables = [constants.addresses, *tables]
         self._head = [*map(ctypes.addressof, self._tables), MEMORY_LIMIT, int(poison)]
         self._num_words = layout.heap + code.heap_slots
         self._frames: list[_Frame] = []
 
     def __call__(self, arguments: tuple[Any, ...]) -> list[np.ndarray] | None:
-        """The results for arrays in the model's order; None when they are not just what the signature asks for, which
-        donated ones are only where they may be written.
+        """Run the function on arrays in the model's order; returns the results.
 
-        Raises HostFailedError when the interpreter must run the call.
+        None where an argument is not a dense array of the signature's dtype and rank, or a donated one is read-only.
+        HostFailedError where the interpreter must run the call.
         """
         try:
             frame = self._frames.pop()
@@ -124,37 +125,38 @@ class HostFunction:
             self._frames.append(frame)
             return None
         else:
-            prepared = self._make_room(frame)
+            prepared = self._allocate_memory(frame)
         results = prepared
         try:
             status = self._run(frame.address)
             if status > 0:
-                results = self._to_copy_into(frame, prepared)
+                results = self._allocate_copies(frame, prepared)
         except MemoryError as error:
-            self._let_go(frame)
+            self._release_results(frame)
             raise HostFailedError from error
-        except BaseException:  # Ctrl-C during run shows when it returns, before its status is known
-            self._let_go(frame)
+        except BaseException:  # KeyboardInterrupt is raised when run returns, before the status is assigned
+            self._release_results(frame)
             raise
         if status > 0:
             self._finish(frame.address)
             for at, *_ in self._outputs:
-                frame.words[at + OUT_OWNER] = 0  # as `_let_go` expects of frames that are not in use
+                frame.words[at + OUT_OWNER] = 0  # invariant of unused frames, for `_release_results`
         self._frames.append(frame)
         if status < 0:
             raise HostFailedError
         return results
 
     def release_memory(self) -> int:
-        """Give the arenas of frames that nobody uses back to the system; says how many bytes that were."""
+        """Free the arenas of unused frames; returns their size in bytes."""
         nbytes = 0
         while self._frames:
             arena = self._frames.pop().arena
             nbytes += arena.nbytes if arena is not None else 0
         return nbytes
 
-    def _make_room(self, frame: _Frame) -> list[np.ndarray]:
-        """An arena that is large enough, and results in aligned memory."""
+    def _allocate_memory(self, frame: _Frame) -> list[np.ndarray]:
+        """Grow the arena where it is too small, and allocate results in aligned memory. HostFailedError: out of
+        memory."""
         words, results = frame.words, []
         try:
             if words[ARENA_BYTES] < words[ARENA_NEEDED]:
@@ -175,9 +177,9 @@ class HostFunction:
             raise HostFailedError from error
         return results
 
-    def _to_copy_into(self, frame: _Frame, prepared: list[np.ndarray]) -> list[np.ndarray]:
-        """The results, with new arrays for those that lie elsewhere: in an input, a constant, a block of the host
-        function, or in a prepared array of another shape or result. So all of those live until finish has copied."""
+    def _allocate_copies(self, frame: _Frame, prepared: list[np.ndarray]) -> list[np.ndarray]:
+        """Allocate arrays for the results that finish must copy: those in an input, a constant, a block of the host
+        function, or a prepared array of another shape or output. The sources live until finish has run."""
         words, results = frame.words, list(prepared)
         for number, (at, first, last, dtype) in enumerate(self._outputs):
             if words[at + OUT_COPIED]:
@@ -185,25 +187,25 @@ class HostFunction:
                 words[at] = id(array)
         return results
 
-    def _let_go(self, frame: _Frame) -> None:
-        """Free what run has kept for results, wherever a call has ended. Nothing is copied: the arrays may be those
-        that were prepared, for other sizes."""
+    def _release_results(self, frame: _Frame) -> None:
+        """Release the owners of results after a failed call, without copying, as prepared arrays may have other
+        sizes."""
         for at, *_ in self._outputs:
             frame.words[at + OUT_COPIED] = 0
         self._finish(frame.address)
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype[Any], nbytes: int) -> np.ndarray:
-    """An array of unknown contents, in few operations: behind a step of a language model, whose weights have gone
-    through all caches, `new_tensor` and `export_array` take 45 us, and this 10."""
+    """Uninitialized array at an ALIGNMENT boundary; cheaper than `new_tensor` and `export_array` when Python's caches
+    are cold (docs/measurements/backend.md)."""
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     return np.ndarray(shape, dtype, raw, -ctypes.addressof(ctypes.c_char.from_buffer(raw.data)) % ALIGNMENT)
 
 
-def _reading_plan(signature: Signature) -> list[int]:
-    """What relaxlite_read_arrays is to expect."""
+def _reader_plan(signature: Signature) -> list[int]:
+    """Plan for relaxlite_read_arrays: count, array type, and (dtype, rank, required flags) of each input."""
     donated = set(signature.donated)
-    kinds = [
+    expected = [
         (
             id(dtypes.to_numpy(spec.dtype)),
             len(spec.shape),
@@ -211,4 +213,4 @@ def _reading_plan(signature: Signature) -> list[int]:
         )
         for spec in signature.inputs
     ]
-    return [len(kinds), id(np.ndarray), *(word for kind in kinds for word in kind)]
+    return [len(expected), id(np.ndarray), *(word for fields in expected for word in fields)]

@@ -1,7 +1,7 @@
-"""LLVM in the runtime: the only file of it that imports llvmlite, and only when something is asked of it.
+"""LLVM in the runtime, for linking and for host detection; llvmlite is imported lazily, and only here.
 
-LLVM takes 67 MB and a tenth of a second. A process that only runs a saved model does without it where the runtime links
-objects itself (linker.py) and the artifact brings the runtime's own machine code (support.py).
+Loading LLVM is expensive (docs/measurements/backend.md). Running a saved model needs no LLVM where the runtime links
+objects itself (linker.py) and the artifact contains the runtime's own code (support.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _lock = threading.Lock()
 
 @cache
 def _llvm() -> Any:
-    """llvmlite's binding, ready for this machine. ArtifactError where it is not installed."""
+    """Import and initialize llvmlite's binding. ArtifactError where llvmlite is not installed."""
     try:
         import llvmlite.binding as llvm
     except ImportError as error:
@@ -37,26 +37,26 @@ def _linking_jit() -> Any:
 
 
 class JitCode:
-    """Code that LLVM has linked. Its addresses are valid until `close`, or until the object is collected."""
+    """Code linked by LLVM. Addresses are valid until `close`, or until the object is garbage-collected."""
 
     def __init__(self, jit: Any, tracker: Any, name: str, addresses: dict[str, int]) -> None:
         self._jit, self._tracker, self._name, self._addresses = jit, tracker, name, addresses
 
     def address(self, symbol: str) -> int:
-        """Where a function starts. ArtifactError when there is no such symbol."""
+        """Address of a function. ArtifactError where the symbol is not defined, or the library is closed."""
         if self._tracker is None:
             raise ArtifactError(f"symbol {symbol!r} asked of a library that is closed")
         if symbol not in self._addresses:
             try:
-                result = self._jit.lookup(self._name, symbol)
+                addresses = self._jit.lookup(self._name, symbol)
             except RuntimeError as error:
                 raise ArtifactError(f"no function {symbol!r} can be had from the object code: {error}") from error
-            self._addresses[symbol] = int(result[symbol])
-            result.detach()  # closing it would unload the library
+            self._addresses[symbol] = int(addresses[symbol])
+            addresses.detach()  # closing the lookup result would unload the library
         return self._addresses[symbol]
 
     def close(self) -> None:
-        """Unload the code; nothing may be running in it."""
+        """Unload the code, which must not be running."""
         if self._tracker is not None:
             self._tracker.close()
             self._tracker = None
@@ -64,15 +64,17 @@ class JitCode:
 
 
 def link_objects(objects: Sequence[bytes], symbols: Mapping[str, int], *, exports: Iterable[str] = ()) -> JitCode:
-    """Link object files as one library. `symbols`: what they may use. `exports`: what will be asked for, looked up at
-    once, which is faster than one by one. ArtifactError when LLVM cannot."""
+    """Link object files as one library. ArtifactError where LLVM fails.
+
+    `symbols`: addresses of external symbols. `exports`: symbols to look up in bulk, which is faster than one by one.
+    """
     builder = _llvm().JITLibraryBuilder()
     for code in objects:
         builder.add_object_img(code)
     for name, address in symbols.items():
         builder.import_symbol(name, address)
-    wanted = tuple(dict.fromkeys(exports))
-    for name in wanted:
+    exported = tuple(dict.fromkeys(exports))
+    for name in exported:
         builder.export_symbol(name)
     with _lock:
         jit = _linking_jit()
@@ -81,13 +83,13 @@ def link_objects(objects: Sequence[bytes], symbols: Mapping[str, int], *, export
             tracker = builder.link(jit, library)
         except RuntimeError as error:
             raise ArtifactError(f"object code could not be linked: {error}") from error
-    return JitCode(jit, tracker, library, {name: int(tracker[name]) for name in wanted})
+    return JitCode(jit, tracker, library, {name: int(tracker[name]) for name in exported})
 
 
 def link_text(ir: str, *, imports: Mapping[str, int], exports: Sequence[str], name: str) -> dict[str, int]:
-    """Compile IR text for this machine and link it for the rest of the process; gives the addresses of `exports`.
+    """Compile LLVM IR for this machine and link it; returns the addresses of `exports`.
 
-    Nothing is ever unloaded: threads may be inside the code until the very end of the process.
+    The code is never unloaded, as threads may execute it until the process exits.
     """
     llvm = _llvm()
     machine = llvm.Target.from_default_triple().create_target_machine(
@@ -107,7 +109,7 @@ def link_text(ir: str, *, imports: Mapping[str, int], exports: Sequence[str], na
 
 
 def compile_text(ir: str, triple: str, cpu: str) -> bytes:
-    """Compile IR text to an object file for a machine that need not be this one."""
+    """Compile LLVM IR to an object file, also for other machines than this one."""
     llvm = _llvm()
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
@@ -125,10 +127,10 @@ def _object_of(ir: str, machine: Any) -> bytes:
 
 
 def host_cpu_name() -> str:
-    """As LLVM calls this processor."""
+    """LLVM's name of this processor."""
     return str(_llvm().get_host_cpu_name())
 
 
 def host_features() -> dict[str, bool]:
-    """LLVM's names of what processors of this architecture may have, and whether this one does."""
+    """LLVM's feature names of this architecture -> whether this processor has the feature."""
     return dict(_llvm().get_host_cpu_features())

@@ -1,10 +1,10 @@
-"""Libraries that kernels call: C functions of shared libraries, and Python functions.
+"""Library routines that kernels call: C functions of shared libraries, and registered Python functions.
 
-Kernels find each routine through a cell, a word with its address, which is filled in when a model is loaded. Where the
-model also holds a kernel of its own for the same, a routine that is missing leaves the cell zero; else it is an error.
+Kernels load the address of a routine from its cell, an 8-byte word that is filled in when a model is loaded. A missing
+routine leaves the cell null where the model has a fallback kernel; else it is an error.
 
-A Python function is called by i32(ptr addresses, ptr words). The words: how many follow, then for each operand its
-dtype (a number in dtypes.ALL), whether it is written to, its rank and its dimensions.
+A Python function is called as i32(ptr addresses, ptr words). The words: their count, then for each operand its dtype
+(index in dtypes.ALL), whether it is written, its rank and its dimensions.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from relaxlite.runtime.executable import LibraryInfo
 from relaxlite.runtime.tensor import Tensor
 
 PYTHON, OPENBLAS = "python", "openblas"  # names of libraries that are not files
-TILES = "amx"  # instructions that the system has to allow
+AMX = "amx"  # AMX instructions, which need the system's permission
 
-_REQUEST_TILES = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) on x86-64
+_REQUEST_AMX_TILES = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) on x86-64
 
 _ROUTINE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
 _functions: dict[str, Callable[..., None]] = {}
@@ -39,28 +39,30 @@ _failure = threading.local()
 
 
 def register_function(name: str, function: Callable[..., None]) -> None:
-    """Let models that are loaded from now on call a Python function under this name.
+    """Register a Python function for models that are loaded later.
 
-    It gets NumPy arrays, inputs (read-only) and then outputs, which it fills in; they are valid during the call only.
+    The function takes NumPy arrays, valid during the call only: inputs (read-only), then outputs, which it fills in.
     """
     _functions[name] = function
 
 
 def unregister_function(name: str) -> None:
+    """Remove a registered function; loaded models keep it."""
     _functions.pop(name, None)
 
 
 def registered_functions() -> dict[str, Callable[..., None]]:
-    """Those that `register_function` has made known, by name."""
+    """Registered functions by name."""
     return dict(_functions)
 
 
 def registered_function(name: str) -> Callable[..., None] | None:
+    """The function registered under a name."""
     return _functions.get(name)
 
 
 def cell_name(library: str, symbol: str) -> str:
-    """What kernels call the cell of a routine; different routines have different names."""
+    """Unique symbol name of a routine's cell in object code."""
     return f"relaxlite_library.{_encoded(library)}.{_encoded(symbol)}"
 
 
@@ -69,19 +71,19 @@ def _encoded(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """The cells of a model's routines. They, and Python functions in them, live as long as this does."""
+class BoundRoutines:
+    """Cells of a model's routines; they, and the Python functions in them, stay valid while this object lives."""
 
     cells: dict[str, int]  # name -> address
-    missing: tuple[str, ...]  # why a routine is not there, for which the model has its own kernel
-    kept: tuple[object, ...]
+    missing: tuple[str, ...]  # reasons for missing routines that have fallback kernels
+    references: tuple[object, ...]
 
 
-def bind(libraries: Iterable[LibraryInfo]) -> Bound:
-    """Find the routines of these libraries. LibraryError names what is missing and what to do about it."""
+def bind(libraries: Iterable[LibraryInfo]) -> BoundRoutines:
+    """Resolve the routines of libraries. LibraryError for a missing routine without a fallback kernel."""
     cells: dict[str, int] = {}
     missing: list[str] = []
-    kept: list[object] = []
+    references: list[object] = []
     for info in libraries:
         for symbol in info.symbols:
             try:
@@ -93,19 +95,19 @@ def bind(libraries: Iterable[LibraryInfo]) -> Bound:
                 address, owner = 0, None
             cell = ctypes.c_uint64(address)
             cells[cell_name(info.name, symbol)] = ctypes.addressof(cell)
-            kept += [cell, owner]
-    return Bound(cells, tuple(missing), tuple(kept))
+            references += [cell, owner]
+    return BoundRoutines(cells, tuple(missing), tuple(references))
 
 
-def find(name: str, file: str = "", *symbols: str) -> None:
-    """Raise LibraryError unless there is this library with these symbols."""
+def require_library(name: str, file: str = "", *symbols: str) -> None:
+    """Raise LibraryError unless a library exists and has the symbols."""
     library = _open(name, file)
     for symbol in symbols:
         _symbol(library, name, symbol)
 
 
 def has_openblas() -> bool:
-    """Whether OpenBLAS is installed. It is not loaded: that takes 20 ms, which only models that call it should wait."""
+    """Whether OpenBLAS is installed, without loading it, which is slow (docs/measurements/backend.md)."""
     return importlib.util.find_spec("scipy_openblas32") is not None
 
 
@@ -119,17 +121,17 @@ def _routine(info: LibraryInfo, symbol: str) -> tuple[int, object]:
             )
         routine = _ROUTINE(_trampoline(function))
         return ctypes.cast(routine, ctypes.c_void_p).value or 0, routine
-    if info.name == TILES:
-        _ask_for_tiles()
+    if info.name == AMX:
+        _request_amx_permission()
         return 1, None
     library = _open(info.name, info.file)
     return _symbol(library, info.name, symbol), library
 
 
 @cache
-def _ask_for_tiles() -> None:
-    """Linux gives a process the room for AMX tiles when it asks for it. LibraryError: it does not."""
-    permitted = sys.platform == "linux" and ctypes.CDLL(None).syscall(*_REQUEST_TILES) == 0
+def _request_amx_permission() -> None:
+    """Request permission for AMX tile state from Linux, once per process. LibraryError where it is denied."""
+    permitted = sys.platform == "linux" and ctypes.CDLL(None).syscall(*_REQUEST_AMX_TILES) == 0
     if not permitted:
         raise LibraryError(
             "the system does not let this process use AMX tiles; kernels go without them, which is slower"
@@ -151,10 +153,12 @@ def _open(name: str, file: str) -> ctypes.CDLL:
         return _open_openblas()
     if not file:
         raise LibraryError(f"nothing says where the library '{name}' is; relaxlite.register_library(library=...) does")
-    places = [str(Path(folder, Path(file).name)) for folder in config.get("library_path").split(os.pathsep) if folder]
-    for place in [p for p in places if os.path.exists(p)] or [file]:
+    candidates = [
+        str(Path(folder, Path(file).name)) for folder in config.get("library_path").split(os.pathsep) if folder
+    ]
+    for path in [p for p in candidates if os.path.exists(p)] or [file]:
         try:
-            return _opened(place)
+            return _load_shared_library(path)
         except OSError as error:
             problem = str(error)
     raise LibraryError(
@@ -164,19 +168,19 @@ def _open(name: str, file: str) -> ctypes.CDLL:
 
 
 @cache
-def _opened(place: str) -> ctypes.CDLL:
+def _load_shared_library(place: str) -> ctypes.CDLL:
     return ctypes.CDLL(place)
 
 
 @cache
 def _open_openblas() -> ctypes.CDLL:
-    """OpenBLAS with one thread: it is the kernels that share their work out among threads.
+    """Load OpenBLAS with one thread, as kernels distribute work over threads themselves.
 
-    The package has a copy of OpenBLAS of its own, so no other user of one in this process is touched.
+    The package has its own copy of OpenBLAS, so other users of OpenBLAS in this process are not affected.
     """
     try:
-        with config.system_variables(OPENBLAS_NUM_THREADS="1"):  # so it starts no threads at all
-            package = importlib.import_module("scipy_openblas32")  # which loads the library
+        with config.system_variables(OPENBLAS_NUM_THREADS="1"):  # starts no threads
+            package = importlib.import_module("scipy_openblas32")  # importing loads the library
             folder = package.get_lib_dir()
             library = ctypes.CDLL(os.path.join(folder, _shared_library(os.listdir(folder))))
     except ImportError as error:
@@ -199,7 +203,7 @@ def _shared_library(files: Iterable[str]) -> str:
 
 
 def take_failure() -> BaseException | None:
-    """What a Python function raised in the last kernel of this thread that failed."""
+    """Return and clear the exception that a Python function raised in the last failed kernel of this thread."""
     error = getattr(_failure, "error", None)
     _failure.error = None
     return error
@@ -208,25 +212,25 @@ def take_failure() -> BaseException | None:
 def _trampoline(function: Callable[..., None]) -> Callable[[int, int], int]:
     def call(addresses: int, words: int) -> int:
         try:
-            result: object = function(*_arrays(addresses, words))  # type: ignore[func-returns-value]
+            result: object = function(*_unpack_arrays(addresses, words))  # type: ignore[func-returns-value]
             if result is not None:
                 raise TypeError("it returned a value; it must write its result into its last arguments")
             return 0
-        except BaseException as error:  # nothing may pass through machine code; take_failure has it
+        except BaseException as error:  # exceptions must not propagate through machine code; see take_failure
             _failure.error = error
             return 1
 
     return call
 
 
-def _arrays(addresses: int, words: int) -> list[Any]:
-    """Reads both arrays at once: ctypes is slow at small pieces."""
+def _unpack_arrays(addresses: int, words: int) -> list[Any]:
+    """Decode operands to NumPy arrays; reads both tables in bulk, as ctypes is slow per element."""
     count = ctypes.c_int64.from_address(words).value
-    numbers = struct.unpack(f"{count}q", ctypes.string_at(words + 8, 8 * count))
+    descriptors = struct.unpack(f"{count}q", ctypes.string_at(words + 8, 8 * count))
     operands, at = [], 0
     while at < count:
-        kind, is_written, rank = numbers[at : at + 3]
-        operands.append((dtypes.ALL[kind], bool(is_written), numbers[at + 3 : at + 3 + rank]))
+        dtype_index, is_written, rank = descriptors[at : at + 3]
+        operands.append((dtypes.ALL[dtype_index], bool(is_written), descriptors[at + 3 : at + 3 + rank]))
         at += 3 + rank
     pointers = struct.unpack(f"{len(operands)}Q", ctypes.string_at(addresses, 8 * len(operands)))
     arrays = []

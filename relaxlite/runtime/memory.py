@@ -1,7 +1,7 @@
-"""Memory for tensors and arenas: aligned, checked against overflow and the machine's size, and pooled.
+"""Allocation of tensors and arenas: aligned, checked against overflow and the machine's memory, and pooled.
 
-Blocks come from NumPy's allocator, which asks for huge pages (madvise) from 4 MiB upwards on Linux; aligning those to
-2 MiB lets the system use such pages for the whole block.
+Blocks come from NumPy's allocator, which requests huge pages (madvise) from 4 MiB on in Linux; alignment to 2 MiB lets
+the system use huge pages for the whole block.
 """
 
 from __future__ import annotations
@@ -23,33 +23,37 @@ from relaxlite.runtime import scratch
 
 ALIGNMENT = 64  # a cache line, and the widest vector register
 HUGE_PAGE = 2 << 20  # bytes
-HUGE_FROM = 4 << 20
-_WAITS_FROM = 32 << 20  # bytes; what is smaller, C libraries keep themselves when NumPy frees it
+HUGE_FROM = 4 << 20  # bytes of a block that is aligned to huge pages
+_MIN_RECYCLED_BYTES = 32 << 20  # smaller blocks are cached by the C library
 _MAX_BYTES = (1 << 63) - 1
 POISON = 0xFF  # NaN in every float dtype, -1 or the maximum in every integer
 
 
 class Memory:
-    """A block of bytes, aligned to ALIGNMENT; freed with the last reference to it or to its `raw` array. If it `waits`
-    and is large, it is kept then for the next that does (scratch.py)."""
+    """A block of bytes, aligned to ALIGNMENT; freed with the last reference to it or to its `raw` array.
+
+    `recycled`: a large block is returned to a process-wide cache when it is freed (scratch.py). `pooled`: owned by a
+    pool or host function, so results in it must be copied out.
+    """
 
     __slots__ = ("base", "nbytes", "pooled", "ptr", "raw")
 
-    def __init__(self, nbytes: int, *, pooled: bool = False, waits: bool = False) -> None:
+    def __init__(self, nbytes: int, *, pooled: bool = False, recycled: bool = False) -> None:
         alignment = HUGE_PAGE if nbytes >= HUGE_FROM else ALIGNMENT
         size = nbytes + alignment
-        self.raw = scratch.array(size) if waits and nbytes >= _WAITS_FROM else np.empty(size, np.uint8)
+        self.raw = scratch.array(size) if recycled and nbytes >= _MIN_RECYCLED_BYTES else np.empty(size, np.uint8)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.raw.data))
         self.ptr = -(-self.base // alignment) * alignment
         self.nbytes = nbytes
         self.pooled = pooled
 
     def poison(self) -> None:
+        """Fill the block with POISON."""
         self.raw.fill(POISON)
 
 
 def _memory_limit() -> int:
-    """Bytes of memory that this process can hope to get: the machine's, or its control groups' if that is less."""
+    """Bytes of memory available to this process: the machine's, or the limit of its control groups if lower."""
     try:
         limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Windows
@@ -58,21 +62,23 @@ def _memory_limit() -> int:
 
 
 def group_limits(root: str = "/") -> list[int]:
-    """Bytes that the control groups of this process allow, of versions 1 and 2; each group also keeps the limits of
-    those that it is in (cgroups(7)). `root`: where /proc and /sys are."""
+    """Memory limits in bytes of this process's control groups, versions 1 and 2, and of their ancestors (cgroups(7)).
+
+    `root`: the folder that contains /proc and /sys.
+    """
     files = {"": "sys/fs/cgroup/{}/memory.max", "memory": "sys/fs/cgroup/memory/{}/memory.limit_in_bytes"}
     try:
         text = Path(root, "proc/self/cgroup").read_text(errors="surrogateescape")
     except OSError:
         text = ""
-    result = [file.format(".") for file in files.values()]  # a container may see its own group as the root
+    limit_files = [file.format(".") for file in files.values()]  # in a container, the own group may appear as the root
     for controllers, path in re.findall(r"^\d+:([^:\n]*):/(.*)$", text, re.MULTILINE):
         group = PurePosixPath(path)
         for controller in files.keys() & controllers.split(","):
-            result += [files[controller].format(item) for item in (group, *group.parents)]
+            limit_files += [files[controller].format(item) for item in (group, *group.parents)]
     limits = []
-    for file in result:
-        with contextlib.suppress(OSError, ValueError):  # no such group here, or "max"
+    for file in limit_files:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             limits.append(int(Path(root, file).read_text()))
     return limits
 
@@ -81,7 +87,7 @@ MEMORY_LIMIT = _memory_limit()
 
 
 def size_text(nbytes: int) -> str:
-    """12 bytes, 3.4 KiB, 1.2 TiB, ..."""
+    """Size as text, such as "12 bytes", "3.4 KiB", "1.2 TiB"."""
     if nbytes < 1024:
         return f"{nbytes} bytes"
     power = min((nbytes.bit_length() - 1) // 10, 6)
@@ -89,7 +95,8 @@ def size_text(nbytes: int) -> str:
 
 
 def tensor_bytes(shape: Sequence[int], dtype: str, what: str) -> int:
-    """Bytes of a dense tensor; OutOfMemoryError for a negative dimension, or where 63 bits do not hold the size."""
+    """Bytes of a dense tensor; OutOfMemoryError for a negative dimension or int64 overflow. `what` begins the
+    message."""
     nbytes = dtypes.itemsize(dtype)
     for dim in shape:
         if dim < 0:
@@ -100,8 +107,9 @@ def tensor_bytes(shape: Sequence[int], dtype: str, what: str) -> int:
     return nbytes
 
 
-def allocate(nbytes: int, what: str, *, pooled: bool = False, waits: bool = False, poison: bool = False) -> Memory:
-    """A fresh block. OutOfMemoryError, which begins with `what`, when the size cannot be had."""
+def allocate(nbytes: int, what: str, *, pooled: bool = False, recycled: bool = False, poison: bool = False) -> Memory:
+    """Allocate a block. OutOfMemoryError, whose message begins with `what`, where the size is invalid or
+    unavailable."""
     if nbytes < 0 or nbytes > _MAX_BYTES:
         raise OutOfMemoryError(f"{what}: a size of {nbytes} bytes is negative or overflows 64 bits")
     if nbytes > MEMORY_LIMIT:
@@ -109,7 +117,7 @@ def allocate(nbytes: int, what: str, *, pooled: bool = False, waits: bool = Fals
             f"{what}: needs {size_text(nbytes)}, more than the {size_text(MEMORY_LIMIT)} of memory of this machine"
         )
     try:
-        memory = Memory(nbytes, pooled=pooled, waits=waits)
+        memory = Memory(nbytes, pooled=pooled, recycled=recycled)
     except MemoryError as error:
         raise OutOfMemoryError(f"{what}: the system has no {size_text(nbytes)} of memory left") from error
     if poison:
@@ -118,15 +126,14 @@ def allocate(nbytes: int, what: str, *, pooled: bool = False, waits: bool = Fals
 
 
 def trim_heap() -> None:
-    """Let the C library give what it keeps of freed memory back to the system, where it can (glibc): for callers that
-    have just freed megabytes in small pieces."""
+    """Return freed heap memory to the system (glibc's malloc_trim), after megabytes were freed in small pieces."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 class ArenaPool:
-    """Arenas that wait for the next call. Threads may take and give at once; each arena has one user at a time."""
+    """Thread-safe pool of arenas for reuse by later calls."""
 
     def __init__(self, *, poison: bool = False) -> None:
         self._lock = threading.Lock()
@@ -134,29 +141,30 @@ class ArenaPool:
         self._poison = poison
 
     def take(self, nbytes: int, what: str) -> Memory:
-        """The smallest free arena that is large enough; else the largest free one makes room for a new one."""
-        memory = self._find(nbytes)
+        """Take the smallest free arena that is large enough; else allocate one in place of the largest free arena."""
+        memory = self._pop_fitting(nbytes)
         if memory is None:
             return allocate(rounded_size(nbytes), what, pooled=True, poison=self._poison)
         if self._poison:
             memory.poison()
         return memory
 
-    def _find(self, nbytes: int) -> Memory | None:
+    def _pop_fitting(self, nbytes: int) -> Memory | None:
         with self._lock:
             fitting = [memory for memory in self._free if memory.nbytes >= nbytes]
-            result = min(fitting, key=_size) if fitting else None
-            dropped = result or max(self._free, key=_size, default=None)
-            if dropped is not None:
-                self._free.remove(dropped)
-            return result
+            best = min(fitting, key=_size) if fitting else None
+            removed = best or max(self._free, key=_size, default=None)
+            if removed is not None:
+                self._free.remove(removed)
+            return best
 
     def give(self, arenas: Sequence[Memory]) -> None:
+        """Return arenas to the pool."""
         with self._lock:
             self._free.extend(arenas)
 
     def release(self) -> int:
-        """Give the memory of all free arenas back to the system; says how many bytes that were."""
+        """Free all arenas of the pool; returns their size in bytes."""
         with self._lock:
             nbytes = sum(memory.nbytes for memory in self._free)
             self._free.clear()
@@ -168,8 +176,8 @@ def _size(memory: Memory) -> int:
 
 
 def rounded_size(nbytes: int) -> int:
-    """Up to 1/32 more (64 KiB for small ones), so that a sequence that grows by one token per call does not need
-    a new arena each time."""
+    """Round an arena's size up by at most 1/32 (64 KiB for small ones), so that a sequence that grows by one token per
+    call does not need a new arena each time."""
     if not 0 <= nbytes <= MEMORY_LIMIT // 2:
         return nbytes
     step = max(1 << 16, 1 << max(nbytes.bit_length() - 6, 0))

@@ -1,10 +1,9 @@
-"""The memory plan put to the test while a model runs (RELAXLITE_CHECK_MEMORY=1): the interpreter watches all memory.
+"""Run-time validation of the memory plan (RELAXLITE_CHECK_MEMORY=1), in the bytecode interpreter.
 
-What is made in an arena is poisoned first, for what lay there before must be dead. After each step the contents of its
-operands are known by a checksum; a step that reads a tensor whose contents have changed since, through no step that had
-it as an operand, is an error that names both. So a plan in which two living tensors share bytes is found at the first
-wrong read, whatever the values are. A part of a tensor (a view of it) counts as a tensor of its own: writing a part of
-what had contents makes those wrong, as a result in place does.
+A tensor created in an arena is poisoned, as earlier contents of its bytes must be dead. After each step, checksums of
+the operands are recorded. A step that reads a tensor whose contents have changed since, by a step that did not have it
+as an operand, is an error that names both steps. So two live tensors with common bytes are detected at the first wrong
+read, whatever the values. A view counts as a tensor of its own: writing it invalidates the contents of the whole.
 """
 
 from __future__ import annotations
@@ -27,104 +26,111 @@ _NEW = ("builtin:alloc_tensor", "builtin:view", "builtin:copy")
 
 
 @dataclass(slots=True, eq=False)
-class _Piece:
-    """The memory of a tensor that the call has made; known since it was last an operand."""
+class _Region:
+    """Memory of a tensor created in this call, with its state at its last use as an operand."""
 
     tensor: Tensor
     name: str
     nbytes: int
-    whole: _Piece | None
-    checksum: int | None = None  # None: nobody has used it yet
-    used: int = -1  # when, counted in steps that have run
-    at: int = -1  # the instruction that did
-    made: int = -1  # when, and by which instruction
-    made_at: int = -1
+    parent: _Region | None
+    checksum: int | None = None  # None: not used yet
+    used_step: int = -1  # step number of the last use
+    used_at: int = -1  # instruction of the last use
+    created_step: int = -1  # step number of the creation
+    created_at: int = -1  # instruction of the creation
 
-    def overlaps(self, other: _Piece) -> bool:
-        mine, others = self.tensor.ptr, other.tensor.ptr
-        return max(mine, others) < min(mine + self.nbytes, others + other.nbytes)
+    def overlaps(self, other: _Region) -> bool:
+        start, other_start = self.tensor.ptr, other.tensor.ptr
+        return max(start, other_start) < min(start + self.nbytes, other_start + other.nbytes)
 
-    def is_part_of(self, other: _Piece) -> bool:
-        return self is other or (self.whole is not None and self.whole.is_part_of(other))
+    def is_part_of(self, other: _Region) -> bool:
+        return self is other or (self.parent is not None and self.parent.is_part_of(other))
 
     def sum(self) -> int:
         return zlib.crc32((ctypes.c_char * self.nbytes).from_address(self.tensor.ptr))
 
 
 class WatchedArenas(list[Memory]):
-    """The arenas of one activation of a function, and all that lies in them."""
+    """Arenas of one activation of a function, and the tracked regions in them."""
 
     def __init__(self, function: VMFunction) -> None:
         self._function = function
-        self._pieces: dict[int, _Piece] = {}  # by id of the tensor
-        self._kept: list[Tensor] = []  # so that ids stay theirs
+        self._regions: dict[int, _Region] = {}  # by id of the tensor
+        self._tensors: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
         self._steps = 0
 
     def before(self, call: Call, at: int, values: list[Any]) -> None:
-        """Operands must be as they were left, and unrelated ones apart."""
+        """Check the operands of an instruction: contents unchanged since their last use, unrelated operands
+        disjoint."""
         self._steps += 1
         if call.callee.startswith("builtin:") and call.callee not in _READERS:
             return
-        pieces = list(self._pieces_of(values))
-        for k, piece in enumerate(pieces):
-            self._verify(piece, at)
-            for other in pieces[:k]:
-                if piece.overlaps(other) and not (piece.is_part_of(other) or other.is_part_of(piece)):
-                    raise self._error(at, f"the operands {piece.name} and {other.name} overlap")
+        regions = list(self._regions_of(values))
+        for k, region in enumerate(regions):
+            self._verify(region, at)
+            for other in regions[:k]:
+                if region.overlaps(other) and not (region.is_part_of(other) or other.is_part_of(region)):
+                    raise self._error(at, f"the operands {region.name} and {other.name} overlap")
 
     def after(self, call: Call, at: int, values: list[Any], result: Any) -> None:
-        if call.callee == "builtin:reshape" and id(values[0]) in self._pieces:
-            self._know(result, self._pieces[id(values[0])])
+        """Track the result of an instruction, and record the checksums of its operands."""
+        if call.callee == "builtin:reshape" and id(values[0]) in self._regions:
+            self._track(result, self._regions[id(values[0])])
         elif call.callee in _NEW:
-            self._make(call, at, values, result)
+            self._create(call, at, values, result)
         if not call.callee.startswith("builtin:"):
-            self._learn(list(self._pieces_of(values)), at)
+            self._record_checksums(list(self._regions_of(values)), at)
 
-    def _learn(self, pieces: list[_Piece], at: int) -> None:
-        """What the operands hold now; but a whole beside its part is to hold what it held, or not to be read again."""
-        for piece in pieces:
-            if not any(other is not piece and other.is_part_of(piece) for other in pieces):
-                piece.checksum, piece.used, piece.at = piece.sum(), self._steps, at
+    def _record_checksums(self, regions: list[_Region], at: int) -> None:
+        """Record the operands' checksums, except of a tensor with a view of it among the operands, which may not
+        change."""
+        for region in regions:
+            if not any(other is not region and other.is_part_of(region) for other in regions):
+                region.checksum, region.used_step, region.used_at = region.sum(), self._steps, at
 
     def verify_result(self, value: Any) -> None:
-        """What the function returns must be as it was left."""
-        for piece in self._pieces_of([value]):
-            self._verify(piece, len(self._function.instructions) - 1)
+        """Check that the returned tensors are unchanged since their last use."""
+        for region in self._regions_of([value]):
+            self._verify(region, len(self._function.instructions) - 1)
 
-    def _make(self, call: Call, at: int, values: list[Any], tensor: Tensor) -> None:
-        whole = None
+    def _create(self, call: Call, at: int, values: list[Any], tensor: Tensor) -> None:
+        parent = None
         if call.callee == "builtin:view":
-            whole = self._pieces.get(id(values[0])) if isinstance(values[0], Tensor) else None
-            if isinstance(values[0], Tensor) and whole is None:
-                return  # a part of what the caller owns
+            parent = self._regions.get(id(values[0])) if isinstance(values[0], Tensor) else None
+            if isinstance(values[0], Tensor) and parent is None:
+                return  # a view of a tensor of the caller
         nbytes = math.prod(tensor.shape) * dtypes.itemsize(tensor.dtype)
-        piece = _Piece(tensor, f"r{call.dst}", nbytes, whole, made=self._steps, made_at=at)
+        region = _Region(tensor, f"r{call.dst}", nbytes, parent, created_step=self._steps, created_at=at)
         if call.callee == "builtin:copy":
-            piece.checksum, piece.used, piece.at = piece.sum(), self._steps, at
-        elif whole is None:
+            region.checksum, region.used_step, region.used_at = region.sum(), self._steps, at
+        elif parent is None:
             ctypes.memset(tensor.ptr, POISON, nbytes)
-        self._know(tensor, piece)
+        self._track(tensor, region)
 
-    def _know(self, tensor: Tensor, piece: _Piece) -> None:
-        self._pieces[id(tensor)] = piece
-        self._kept.append(tensor)
+    def _track(self, tensor: Tensor, region: _Region) -> None:
+        self._regions[id(tensor)] = region
+        self._tensors.append(tensor)
 
-    def _pieces_of(self, values: list[Any] | tuple[Any, ...]) -> Iterator[_Piece]:
+    def _regions_of(self, values: list[Any] | tuple[Any, ...]) -> Iterator[_Region]:
         for value in values:
             if isinstance(value, tuple):
-                yield from self._pieces_of(value)
-            elif id(value) in self._pieces:
-                yield self._pieces[id(value)]
+                yield from self._regions_of(value)
+            elif id(value) in self._regions:
+                yield self._regions[id(value)]
 
-    def _verify(self, piece: _Piece, at: int) -> None:
-        if piece.checksum is None or piece.sum() == piece.checksum:
+    def _verify(self, region: _Region, at: int) -> None:
+        if region.checksum is None or region.sum() == region.checksum:
             return
-        others = [p for p in self._pieces.values() if p is not piece and p.overlaps(piece)]
-        other = max(others, key=lambda p: max(p.used, p.made), default=None)
+        overlapping = [p for p in self._regions.values() if p is not region and p.overlaps(region)]
+        last = max(overlapping, key=lambda p: max(p.used_step, p.created_step), default=None)
         culprit = "somebody else"
-        if other is not None:
-            culprit = f"{other.name} in {self._text(other.at if other.used > other.made else other.made_at)}"
-        raise self._error(at, f"{piece.name}, last used by {self._text(piece.at)}, has been overwritten by {culprit}")
+        if last is not None:
+            culprit = (
+                f"{last.name} in {self._text(last.used_at if last.used_step > last.created_step else last.created_at)}"
+            )
+        raise self._error(
+            at, f"{region.name}, last used by {self._text(region.used_at)}, has been overwritten by {culprit}"
+        )
 
     def _error(self, at: int, message: str) -> ExecutionError:
         return ExecutionError(
@@ -136,7 +142,7 @@ class WatchedArenas(list[Memory]):
 
 
 def watched(step: Callable[[list[Any], Any], None], call: Call, at: int) -> Callable[[list[Any], Any], None]:
-    """The step of an instruction with checks before and after it."""
+    """Wrap the step of an instruction in checks before and after it."""
     slots = [operand.index for operand in call.operands if isinstance(operand, Reg)]
 
     def run(registers: list[Any], arenas: WatchedArenas) -> None:

@@ -1,13 +1,13 @@
-"""Where the time of a run goes, kernel by kernel, beside what the machine could do.
+"""Profiler: time per kernel of a run, compared with the roofline of the machine.
 
     profile = exe.profile(inputs, limits=relaxlite.machine.limits())
     print(profile)                          # a table
     profile.chrome_trace("trace.json")      # for chrome://tracing or https://ui.perfetto.dev
     profile.html("profile.html")            # a page with a roofline plot, a table and a time line
 
-The interpreter of bytecode runs the model, with a clock round each kernel. The clock's own time is measured first and
-taken off. Of several runs, each call counts with the least time that it took, and so does what lies between two calls:
-what else the machine did meanwhile is no part of the model.
+The bytecode interpreter runs the model with a timer around each kernel. The timer's overhead is measured first and
+subtracted. Each call, and each pause between calls, counts with its minimum over several runs, which excludes
+disturbances by other work of the machine.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from relaxlite.records import dataclass
 from relaxlite.runtime.executable import KernelCost, KernelInfo
 from relaxlite.runtime.expression import Expression, parse_expression
 from relaxlite.runtime.profile_html import page
-from relaxlite.runtime.roofline import Bound, MachineLimits, to_json
+from relaxlite.runtime.roofline import MachineLimits, RooflineBound, to_json
 
-Kernel: TypeAlias = Callable[[bytes, int], int]  # as in vm.py
-_Raw: TypeAlias = tuple[int, int, int, bytes]  # kernel's number, start and end in ns, the symbols' values in memory
+KernelFunction: TypeAlias = Callable[[bytes, int], int]  # as in vm.py
+_Raw: TypeAlias = tuple[int, int, int, bytes]  # kernel number, start and end in ns, bytes of the symbols' values
 
 
 @dataclass(frozen=True, slots=True)
 class KernelEvent:
-    """One call. Times in microseconds since the run began; costs are None where the compiler has left none."""
+    """One kernel call. Times in microseconds since the start of the run; costs are None where the kernel has none."""
 
     kernel: str
     start_us: float
@@ -45,44 +45,46 @@ class KernelEvent:
     flops: int | None = None
     bytes_read: int | None = None
     bytes_written: int | None = None
-    bound: Bound | None = None  # the least time it takes on this machine, if its limits are known
+    bound: RooflineBound | None = None  # by the roofline, if the limits of the machine are known
 
     @property
     def nbytes(self) -> int | None:
+        """Bytes read and written."""
         return None if self.bytes_read is None or self.bytes_written is None else self.bytes_read + self.bytes_written
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRecord:
-    """All calls of one kernel in a run."""
+    """Totals of all calls of one kernel in a run."""
 
     kernel: str
     calls: int
     total_us: float
-    share: float  # of the run's time
+    share: float  # fraction of the run's time
     flops: float | None = None
     nbytes: float | None = None
-    least_us: float | None = None  # by the roofline
-    limit: str | None = None  # what most of `least_us` comes from: "compute" or a memory level
-    is_bound: bool = True  # False: flops and nbytes leave out what only data could tell
+    least_us: float | None = None  # lower bound by the roofline
+    limit: str | None = None  # dominant limit: "compute" or a memory level
+    is_bound: bool = True  # False: flops and nbytes are incomplete, as loop extents depend on data
 
     @property
     def gflops(self) -> float | None:
-        """GFLOP/s."""
+        """Arithmetic throughput in GFLOP/s."""
         return _rate(self.flops, self.total_us)
 
     @property
     def gb_per_s(self) -> float | None:
+        """Memory throughput in GB/s."""
         return _rate(self.nbytes, self.total_us)
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs per byte."""
+        """Arithmetic intensity in FLOPs per byte."""
         return self.flops / self.nbytes if self.flops is not None and self.nbytes else None
 
     @property
     def roofline(self) -> float | None:
-        """The share of what the machine could do: least time by time."""
+        """Fraction of the roofline that was reached: lower bound of the time divided by the time."""
         return self.least_us / self.total_us if self.least_us is not None and self.total_us > 0 else None
 
 
@@ -92,25 +94,25 @@ def _rate(amount: float | None, us: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Where the time of a run went, longest first. `str()` gives a table."""
+    """Profile of a run; records in descending order of time. `str()` gives a table."""
 
     records: list[KernelRecord]
-    run_us: float  # of an undisturbed run: each call, and each pause between calls, as short as it was in any run
-    runs: int  # from which this is put together
+    run_us: float  # sum of the minimum of each call and of each pause between calls over all runs
+    runs: int  # number of runs measured
     threads: int = 1
-    clock_us: float = 0.0  # the clock's own time per kernel call, which is taken off
+    clock_us: float = 0.0  # timer overhead per kernel call, which is subtracted
     limits: MachineLimits | None = None
-    events: Sequence[KernelEvent] = field(default=(), repr=False)  # in order
+    events: Sequence[KernelEvent] = field(default=(), repr=False)  # calls in order
     inputs: Mapping[str, str] = field(default_factory=dict)  # name -> "float32[1, 128]"
 
     @property
     def other_us(self) -> float:
-        """Time outside kernels: checks, interpretation, allocation."""
+        """Microseconds outside of kernels: checks, interpretation, allocation."""
         return self.run_us - sum(record.total_us for record in self.records)
 
     @property
     def least_us(self) -> float | None:
-        """The least time of all kernels together, by the roofline."""
+        """Lower bound of the time of all kernels by the roofline, in microseconds."""
         return _sum(record.least_us for record in self.records)
 
     def __str__(self) -> str:
@@ -129,27 +131,27 @@ class Profile:
         return _sum(r.flops for r in self.records), _sum(r.nbytes for r in self.records)
 
     def remarks(self) -> list[str]:
-        """What to know about the figures, a sentence each."""
-        said = [
+        """Notes on the figures, one sentence each."""
+        notes = [
             f"{self.threads} thread{'s' if self.threads > 1 else ''}; each call at its least time of {self.runs} runs, "
             f"without the clock's own {self.clock_us:.2f} us per call."
         ]
         if any(not record.is_bound for record in self.records):
-            said.append("~: loops as long as data says are counted as one iteration.")
+            notes.append("~: loops as long as data says are counted as one iteration.")
         if self.limits is not None:
             peak = f"{_figure(self.limits.peak_gflops(self.threads))} GFLOP/s in float32"
             speeds = [f"{level.name} {_figure(level.speed(self.threads))} GB/s" for level in self.limits.levels]
-            said.append(f"roof: the share of what {self.limits.cpu} could do: {peak}; {', '.join(speeds)}.")
-        if any((record.roofline or 0) > _ABOVE_THE_ROOF for record in self.records):
-            said.append(
+            notes.append(f"roof: the share of what {self.limits.cpu} could do: {peak}; {', '.join(speeds)}.")
+        if any((record.roofline or 0) > _ROOF_TOLERANCE for record in self.records):
+            notes.append(
                 "A share above 100%: the kernel needs fewer operations than the program as written (Winograd), or has "
                 "narrower numbers than float32, or the machine was busy when it was measured: `relaxlite profile "
                 "--measure` does that again."
             )
-        return said
+        return notes
 
     def to_json(self) -> dict[str, Any]:
-        """The table as plain data: one object per kernel."""
+        """Plain data for JSON, with one object per kernel."""
         return {
             "run_us": self.run_us,
             "outside_kernels_us": self.other_us,
@@ -163,7 +165,7 @@ class Profile:
         }
 
     def chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the run as Chrome trace JSON, one event per kernel call. Raises OSError."""
+        """Write a Chrome trace (JSON) with one event per kernel call. Raises OSError."""
         named = {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "relaxlite"}}
         trace = {
             "traceEvents": [named, *map(_trace_event, self.events)],
@@ -173,12 +175,13 @@ class Profile:
         Path(path).write_text(json.dumps(trace))
 
     def html(self, path: str | os.PathLike[str]) -> None:
-        """Write one page that needs nothing else: roofline plot, table, time line. Raises OSError."""
+        """Write a self-contained HTML page: roofline plot, table, time line. Raises OSError."""
         timeline = [(event.kernel, event.start_us, event.us) for event in self.events]
         Path(path).write_text(page(self.to_json(), timeline, self.remarks()), "utf-8")
 
 
 def record_json(record: KernelRecord) -> dict[str, Any]:
+    """Plain data of a record, for JSON."""
     return {
         "kernel": record.kernel,
         "calls": record.calls,
@@ -223,13 +226,13 @@ def _sum(values: Any) -> float | None:
     return sum(known) if known else None
 
 
-# The table's columns: title, and what it shows of a record.
+# Columns of the table: title, and text of a record.
 
 _Column: TypeAlias = tuple[str, Callable[[KernelRecord], str]]
 
 
 def _figure(value: float | None, scale: float = 1.0) -> str:
-    """Three digits, or a whole number."""
+    """Number with about three digits; "-" for None."""
     if value is None:
         return "-"
     scaled = value / scale
@@ -258,15 +261,15 @@ _COLUMNS: tuple[_Column, ...] = (
 
 
 class Recorder:
-    """Notes when each kernel runs, and the values of its symbols. Meant for one thread."""
+    """Records times and symbol values of kernel calls. Not thread-safe."""
 
     def __init__(self, kernels: Mapping[str, KernelInfo]) -> None:
         self.kernels = list(kernels.values())
         self._numbers = {name: number for number, name in enumerate(kernels)}
         self._calls: list[_Raw] = []
 
-    def timed(self, name: str, kernel: Kernel) -> Kernel:
-        """The kernel with a clock round it."""
+    def timed(self, name: str, kernel: KernelFunction) -> KernelFunction:
+        """Wrap a kernel so that its calls are recorded."""
         number = self._numbers[name]
         nbytes = 8 * (self.kernels[number].num_symbols or 0)
         now, note, read = time.perf_counter_ns, self._calls.append, ctypes.string_at
@@ -281,26 +284,26 @@ class Recorder:
         return call
 
     def take(self) -> list[_Raw]:
-        """The calls since the last time."""
-        taken = self._calls.copy()
+        """Return and clear the recorded calls."""
+        calls = self._calls.copy()
         self._calls.clear()
-        return taken
+        return calls
 
 
 @dataclass(frozen=True, slots=True)
 class ClockCost:
-    """What noting a call costs, in nanoseconds: between the two readings of the clock, and in all."""
+    """Overhead of recording a call, in nanoseconds: between the two readings of the clock, and in total."""
 
     inside: float
     total: float
 
 
 _BATCH, _BATCHES = 500, 7
-_ABOVE_THE_ROOF = 1.05  # the figures of a machine are that uncertain
+_ROOF_TOLERANCE = 1.05  # tolerance, as measured limits are uncertain
 
 
 def clock_cost() -> ClockCost:
-    """Measured on a kernel that does nothing; takes about 2 ms."""
+    """Measure the recorder's overhead on an empty kernel; takes a few milliseconds."""
     symbols = (ctypes.c_int64 * 2)()
     address = ctypes.addressof(symbols)
     recorder = Recorder({"nothing": KernelInfo("nothing", "nothing", num_symbols=2)})
@@ -309,17 +312,17 @@ def clock_cost() -> ClockCost:
         return 0
 
     timed = recorder.timed("nothing", plain)
-    bare: list[float] = []
-    clocked: list[float] = []
+    untimed: list[float] = []
+    timed_ns: list[float] = []
     inside: list[float] = []
     for _ in range(_BATCHES):
-        for kernel, times in ((plain, bare), (timed, clocked)):
+        for kernel, times in ((plain, untimed), (timed, timed_ns)):
             start = time.perf_counter_ns()
             for _ in range(_BATCH):
                 kernel(b"", address)
             times.append((time.perf_counter_ns() - start) / _BATCH)
         inside.append(statistics.median(end - start for _, start, end, _ in recorder.take()))
-    total = max(min(clocked) - min(bare), 0.0)
+    total = max(min(timed_ns) - min(untimed), 0.0)
     return ClockCost(inside=max(min(min(inside), total), 0.0), total=total)
 
 
@@ -331,9 +334,9 @@ def measure(
     threads: int,
     limits: MachineLimits | None = None,
 ) -> Profile:
-    """Profile `run`, whose kernels `recorder` has wrapped. One more run goes before, which does not count.
+    """Profile `run`, whose kernels `recorder` has wrapped, over `runs` runs after one run of warm-up.
 
-    Raises ArtifactError where the costs that the executable states make no sense.
+    Raises ArtifactError for malformed kernel costs of the executable.
     """
     run()
     recorder.take()
@@ -343,7 +346,7 @@ def measure(
         run()
         end = time.perf_counter_ns()
         timed.append(_Run.of(start, end, recorder.take(), clock))
-    steps = _undisturbed(timed)
+    steps = _minimum(timed)
     events, now, cost_of = [], 0.0, _Costs(recorder.kernels, limits, threads)
     for (number, symbols), pause, us in zip(steps.calls, steps.pauses_us, steps.calls_us, strict=True):
         now += pause
@@ -363,9 +366,9 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one run did, in microseconds, without the clock's own time."""
+    """Times of one run in microseconds, without the timer's overhead."""
 
-    calls: list[tuple[int, bytes]]  # the kernel's number, its symbols
+    calls: list[tuple[int, bytes]]  # kernel number, bytes of the symbols
     pauses_us: list[float]  # before each call
     calls_us: list[float]
     rest_us: float  # after the last call
@@ -384,13 +387,13 @@ class _Run:
         return sum(self.pauses_us) + sum(self.calls_us) + self.rest_us
 
 
-def _undisturbed(runs: list[_Run]) -> _Run:
-    """The least of each time, of those runs that made the same calls as the fastest one."""
+def _minimum(runs: list[_Run]) -> _Run:
+    """Elementwise minimum over the runs with the same calls as the fastest run."""
     calls = min(runs, key=lambda run: run.total_us).calls
-    same = [run for run in runs if run.calls == calls]
-    pauses = [min(times) for times in zip(*(run.pauses_us for run in same), strict=True)]
-    times = [min(times) for times in zip(*(run.calls_us for run in same), strict=True)]
-    return _Run(calls, pauses, times, min(run.rest_us for run in same))
+    comparable = [run for run in runs if run.calls == calls]
+    pauses = [min(times) for times in zip(*(run.pauses_us for run in comparable), strict=True)]
+    times = [min(times) for times in zip(*(run.calls_us for run in comparable), strict=True)]
+    return _Run(calls, pauses, times, min(run.rest_us for run in comparable))
 
 
 def _records(events: list[KernelEvent], run_us: float, kernels: list[KernelInfo]) -> list[KernelRecord]:
@@ -421,7 +424,7 @@ def _records(events: list[KernelEvent], run_us: float, kernels: list[KernelInfo]
 
 
 class _Costs:
-    """What a call costs, by kernel and symbols; each combination is computed once."""
+    """Costs and roofline bounds of calls by kernel and symbols, memoized."""
 
     def __init__(self, kernels: list[KernelInfo], limits: MachineLimits | None, threads: int) -> None:
         self.kernels, self._limits, self._threads = kernels, limits, threads
@@ -429,7 +432,7 @@ class _Costs:
         self._known: dict[tuple[int, bytes], tuple[Any, ...]] = {}
 
     def __call__(self, number: int, symbols: bytes) -> tuple[Any, ...]:
-        """symbols by name, flops, bytes read, bytes written, bound."""
+        """(symbols by name, flops, bytes read, bytes written, roofline bound) of a call."""
         key = (number, symbols)
         if key not in self._known:
             self._known[key] = self._compute(number, struct.unpack(f"={len(symbols) // 8}q", symbols))

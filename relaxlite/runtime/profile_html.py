@@ -1,4 +1,4 @@
-"""A profile as one HTML page that needs nothing else: roofline plot (SVG), table that sorts, time line (canvas)."""
+"""Self-contained HTML page of a profile: roofline plot (SVG), sortable table, time line (canvas)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-_WIDTH, _HEIGHT = 900, 460  # of the roofline plot, in its own units
+_WIDTH, _HEIGHT = 900, 460  # viewBox of the roofline plot
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 20, 16, 44  # margins
-_GOLDEN_ANGLE = 137.508  # degrees of hue from one kernel to the next: neighbours differ
+_GOLDEN_ANGLE = 137.508  # hue step in degrees, so that neighbouring kernels differ
 
 Json = Mapping[str, Any]
-Event = tuple[str, float, float]  # kernel, start and time in microseconds
+Event = tuple[str, float, float]  # kernel, start and duration in microseconds
 
 
 def page(profile: Json, timeline: Sequence[Event], remarks: Sequence[str]) -> str:
-    """The page. `profile` is what `Profile.to_json` gives; `timeline` the calls of one run."""
+    """Text of the page. `profile`: as by `Profile.to_json`; `timeline`: calls of one run; `remarks`: footnotes."""
     kernels = profile["kernels"]
     numbers = {kernel["kernel"]: k for k, kernel in enumerate(kernels)}
     calls = [[numbers[name], round(start, 3), round(us, 3)] for name, start, us in timeline if name in numbers]
@@ -48,7 +48,7 @@ def page(profile: Json, timeline: Sequence[Event], remarks: Sequence[str]) -> st
 
 
 def colour(number: int) -> str:
-    """A kernel's colour, for light and dark pages."""
+    """CSS colour of a kernel, for light and dark pages."""
     return f"hsl({number * _GOLDEN_ANGLE % 360:.0f} 65% 50%)"
 
 
@@ -107,7 +107,7 @@ def _table(kernels: Sequence[Json], run_us: float) -> str:
 
 
 class _Axes:
-    """Logarithmic: FLOPs per byte to the right, GFLOP/s upwards."""
+    """Log-log axes: x in FLOPs per byte, y in GFLOP/s."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         self.left, self.right = math.log10(min(xs) / 1.5), math.log10(max(xs) * 1.5)
@@ -159,7 +159,7 @@ def _roofline(profile: Json) -> str:
 
 
 def _ceilings(axes: _Axes, machine: Json) -> Iterator[str]:
-    """Peaks by thread count, and below the highest of them the bandwidth of each level with as many threads."""
+    """Lines of the peak per thread count, and of each memory level's bandwidth at the highest thread count."""
     counts = sorted(map(int, machine["gflops"]))
     left, right, bottom = 10.0**axes.left, 10.0**axes.right, 10.0**axes.low
     for count in counts:
@@ -174,12 +174,12 @@ def _ceilings(axes: _Axes, machine: Json) -> Iterator[str]:
         if start < end:
             line = axes.x(start), axes.y(start * speed), axes.x(end), axes.y(end * speed)
             yield _line(*line, "level")
-            is_above = 2 * number < len(machine["levels"])  # the outer ones are written below their lines
+            is_above = 2 * number < len(machine["levels"])  # labels of outer levels are below their lines
             yield _along(*line, 0.02 + 0.2 * number, f"{level['name']} {speed:.0f} GB/s", -6 if is_above else 14)
 
 
 def _along(x1: float, y1: float, x2: float, y2: float, share: float, text: str, down: int) -> str:
-    """Text beside a line, from this share of it on."""
+    """Text along a line, starting at the fraction `share` of it."""
     x, y = x1 + (x2 - x1) * share, y1 + (y2 - y1) * share
     angle = math.degrees(math.atan2(y2 - y1, x2 - x1))
     return f'<text transform="translate({x:.1f} {y:.1f}) rotate({angle:.1f})" dy="{down}">{escape(text)}</text>'

@@ -1,11 +1,11 @@
-"""The kernel calls of one run, made again with the same sizes and buffers: kernels without what is around them.
+"""Record the kernel calls of one run and replay them on the same buffers, to measure kernels alone.
 
     recorder = Recorder(exe.data)
     replay = recorder.record({"x": x})
-    replay.calls             # which kernels ran, at which sizes
-    replay.run()             # all of them again, in order
+    replay.calls             # kernels and symbol values, in order
+    replay.run()             # repeat all calls, in order
 
-For measurements. The programs that compute sizes are left out, as the recording holds what they computed.
+Programs that compute sizes are not recorded, as the recorded symbol values are their results.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from relaxlite.errors import ExecutionError
 from relaxlite.records import dataclass
 from relaxlite.runtime.executable import ENTRY, ExecutableData
 from relaxlite.runtime.tensor import export_array, import_tensor
-from relaxlite.runtime.vm import Kernel, VirtualMachine
+from relaxlite.runtime.vm import KernelFunction, VirtualMachine
 
-_HEAP_BYTES = 1 << 16  # more than the sizes of any model take
+_HEAP_BYTES = 1 << 16  # upper bound of a model's shape heap
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
+    """A recorded call of a kernel."""
+
     kernel: str
-    symbols: tuple[int, ...]  # the values of the program's symbols, in their order
+    symbols: tuple[int, ...]  # values of the program's symbols, in order
 
 
 class Recorder:
-    """Links an executable's kernels once; records as many runs as are wanted."""
+    """Links an executable's kernels once, and records any number of runs."""
 
     def __init__(self, data: ExecutableData) -> None:
         self._data = data
         self._vm = VirtualMachine(data)
 
     def record(self, inputs: Mapping[str, Any]) -> Replay:
-        """Run the model on inputs that fit its signature (see `Executable.run`). Raises as running does."""
+        """Run the model on named inputs and record its kernel calls. Raises as `Executable.run` does."""
         tape: list[_Recorded] = []
         kernels = {name: self._recording(name, kernel, tape) for name, kernel in self._vm.kernels.items()}
         vm = VirtualMachine(self._data, kernels=kernels)
@@ -50,12 +52,12 @@ class Recorder:
         result = vm.run(ENTRY, tensors)
         return Replay(tape, result if isinstance(result, tuple) else (result,), (self._vm, vm, tensors))
 
-    def _recording(self, name: str, kernel: Kernel, tape: list[_Recorded]) -> Kernel:
+    def _recording(self, name: str, kernel: KernelFunction, tape: list[_Recorded]) -> KernelFunction:
         count = self._data.kernels[name].num_symbols or 0
 
         def call(buffers: bytes, symbols: int) -> int:
             first = int.from_bytes(buffers[:8], sys.byteorder)
-            if not 0 <= symbols - first < _HEAP_BYTES:  # else the heap is its buffer, which ends with the run
+            if not 0 <= symbols - first < _HEAP_BYTES:  # else a program that computes sizes, whose buffer is the heap
                 tape.append(_Recorded(name, kernel, buffers, ctypes.string_at(symbols, 8 * count) if count else b""))
             return kernel(buffers, symbols)
 
@@ -65,16 +67,16 @@ class Recorder:
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     name: str
-    kernel: Kernel
+    kernel: KernelFunction
     buffers: bytes
     symbols: bytes
 
 
 class Replay:
-    """`outputs` are those of the recorded run, where a kernel's last result may also be."""
+    """The recorded calls of a run. `outputs`: of the recorded run; a replay may overwrite them."""
 
-    def __init__(self, tape: list[_Recorded], results: tuple[Any, ...], kept: object) -> None:
-        self._kept = kept, results  # all that the recorded addresses point to
+    def __init__(self, tape: list[_Recorded], results: tuple[Any, ...], owners: object) -> None:
+        self._owners = owners, results  # keeps the memory of recorded addresses alive
         self._symbols = [np.frombuffer(item.symbols or bytes(8), np.int64) for item in tape]
         self._tape = [
             (item.kernel, item.buffers, symbols.ctypes.data) for item, symbols in zip(tape, self._symbols, strict=True)
@@ -83,17 +85,17 @@ class Replay:
             KernelCall(item.name, tuple(int(s) for s in symbols[: len(item.symbols) // 8]))
             for item, symbols in zip(tape, self._symbols, strict=True)
         )
-        given: set[int] = set()
-        self.outputs = [export_array(tensor, given) for tensor in results]
+        exported: set[int] = set()
+        self.outputs = [export_array(tensor, exported) for tensor in results]
 
     def run(self) -> None:
-        """All calls. ExecutionError when a kernel fails, which it did not when it was recorded."""
+        """Repeat all calls in order. ExecutionError where a kernel fails."""
         for kernel, buffers, symbols in self._tape:
             if kernel(buffers, symbols):
                 raise ExecutionError("a recorded kernel failed when it was called again")
 
     def seconds(self) -> list[float]:
-        """All calls, and how long each took."""
+        """Repeat all calls in order; returns the seconds of each."""
         times = []
         for kernel, buffers, symbols in self._tape:
             start = time.perf_counter()

@@ -1,9 +1,9 @@
-"""What a machine can do at best, and so how long a kernel must take at least: the roofline model.
+"""Roofline model: lower bounds of kernel times by the measured limits of a machine.
 
     seconds >= max(flops / peak, bytes / bandwidth of the innermost memory that holds the bytes)
 
-(S. Williams, A. Waterman, D. Patterson: Roofline, CACM 52(4), 2009.) `relaxlite/machine.py` measures the limits; here
-they are kept in the user's cache folder, one entry per processor, and read back without the compiler.
+(S. Williams, A. Waterman, D. Patterson: Roofline, CACM 52(4), 2009.) `relaxlite/machine.py` measures the limits; this
+module stores them in the user's cache folder, one entry per processor, and loads them without the compiler.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from relaxlite.errors import NoFolderError
 from relaxlite.records import dataclass
 from relaxlite.runtime import cpu, jit
 
-PEAK = "compute"  # the name of the limit that is no memory
+PEAK = "compute"  # name of the arithmetic limit
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLevel:
-    """A cache or the RAM. `gb_per_s`: read bandwidth by thread count, of all threads together."""
+    """A cache level or RAM. `gb_per_s`: total read bandwidth by thread count."""
 
     name: str
-    capacity: int | None  # bytes: of one core where `is_private`; None: no limit
+    capacity: int | None  # bytes, per core where `is_private`; None: unlimited
     is_private: bool
     gb_per_s: Mapping[int, float]
 
     def holds(self, nbytes: float, threads: int) -> bool:
-        """Whether as many bytes fit, shared out among the threads' cores."""
+        """Whether `nbytes` fit this level, distributed over the cores of the threads."""
         return self.capacity is None or nbytes <= self.capacity * (threads if self.is_private else 1)
 
     def speed(self, threads: int) -> float:
-        """GB/s."""
-        return _at(self.gb_per_s, threads)
+        """Read bandwidth in GB/s, interpolated for other thread counts."""
+        return _interpolate(self.gb_per_s, threads)
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """The least time that a piece of work takes, and which limit says so: "compute", or a memory level's name."""
+class RooflineBound:
+    """Lower bound of a time, and the limit that determines it: "compute", or the name of a memory level."""
 
     seconds: float
     limit: str
@@ -54,29 +54,30 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """Measured peaks. `gflops`: float32 multiply-adds (2 FLOPs each) by thread count; `levels`: innermost first."""
+    """Measured limits. `gflops`: peak of float32 FMAs (2 FLOPs each) by thread count; `levels`: innermost first."""
 
     cpu: str
     gflops: Mapping[int, float]
     levels: tuple[MemoryLevel, ...]
 
     def peak_gflops(self, threads: int) -> float:
-        return _at(self.gflops, threads)
+        """Arithmetic peak in GFLOP/s, interpolated for other thread counts."""
+        return _interpolate(self.gflops, threads)
 
     def level_for(self, nbytes: float, threads: int) -> MemoryLevel:
-        """The innermost level that holds this many bytes."""
+        """Innermost memory level that holds this many bytes."""
         return next((level for level in self.levels if level.holds(nbytes, threads)), self.levels[-1])
 
-    def bound(self, flops: float, nbytes: float, threads: int) -> Bound:
-        """The least time for this much arithmetic and traffic. Zero of both take no time."""
+    def bound(self, flops: float, nbytes: float, threads: int) -> RooflineBound:
+        """Lower bound of the time for an amount of arithmetic and memory traffic."""
         level = self.level_for(nbytes, threads)
         compute = flops / (self.peak_gflops(threads) * 1e9)
         traffic = nbytes / (level.speed(threads) * 1e9)
-        return Bound(compute, PEAK) if compute >= traffic else Bound(traffic, level.name)
+        return RooflineBound(compute, PEAK) if compute >= traffic else RooflineBound(traffic, level.name)
 
 
-def _at(measured: Mapping[int, float], threads: int) -> float:
-    """The figure for a thread count, in proportion between those that were measured."""
+def _interpolate(measured: Mapping[int, float], threads: int) -> float:
+    """Linear interpolation between measured thread counts."""
     below = max((t for t in measured if t <= threads), default=min(measured))
     above = min((t for t in measured if t >= threads), default=max(measured))
     if above <= below:
@@ -86,7 +87,7 @@ def _at(measured: Mapping[int, float], threads: int) -> float:
 
 
 def best_of(known: MachineLimits | None, new: MachineLimits) -> MachineLimits:
-    """`new`, with figures of `known` where those are greater and the machine has the same memories."""
+    """Elementwise maximum of two measurements; `new` alone where the memory levels differ."""
     if known is None or [level.name for level in known.levels] != [level.name for level in new.levels]:
         return new
     levels = tuple(
@@ -101,12 +102,12 @@ def _greater(a: Mapping[int, float], b: Mapping[int, float]) -> dict[int, float]
 
 
 def to_json(limits: MachineLimits) -> dict[str, Any]:
-    """Plain data; thread counts become text."""
+    """Plain data for JSON; thread counts become strings."""
     return json.loads(json.dumps(asdict(limits)))
 
 
 def from_json(data: Any) -> MachineLimits:
-    """The inverse of `to_json`. Raises ValueError for what is none."""
+    """Inverse of `to_json`. Raises ValueError for malformed data."""
     try:
         levels = tuple(
             MemoryLevel(str(item["name"]), item["capacity"], bool(item["is_private"]), _by_threads(item["gb_per_s"]))
@@ -127,16 +128,16 @@ def _by_threads(data: Mapping[str, float]) -> dict[int, float]:
     return result
 
 
-# ---- the file that keeps them
+# ---- the file of limits
 
 
 def limits_file() -> Path:
-    """Beside the models where RELAXLITE_CACHE says where these are. NoFolderError: there is no such folder."""
+    """Path of the file of limits, in the model cache folder (RELAXLITE_CACHE). NoFolderError without such a folder."""
     return config.cache_folder("cache", "") / "machines.json"
 
 
 def load_limits() -> MachineLimits | None:
-    """What was measured on this machine before; None when there is nothing, or nothing that can be read."""
+    """Limits stored for this machine; None where there are none, or the file is malformed."""
     try:
         entry = _read(limits_file()).get(machine_key())
         return None if entry is None else from_json(entry)
@@ -145,7 +146,7 @@ def load_limits() -> MachineLimits | None:
 
 
 def save_limits(limits: MachineLimits) -> Path:
-    """Keep them for `load_limits`; says where. Raises OSError, NoFolderError."""
+    """Store limits for `load_limits`; returns the path. Raises OSError, NoFolderError."""
     path = limits_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")
@@ -159,19 +160,19 @@ def save_limits(limits: MachineLimits) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        result = json.loads(path.read_text())
-        if isinstance(result, dict):
-            return result
+        data = json.loads(path.read_text())
+        if isinstance(data, dict):
+            return data
     return {}
 
 
 def cpu_name() -> str:
-    """The processor as its maker calls it, where the system says so."""
+    """Marketing name of the processor, else the system's or LLVM's name."""
     return cpu.described().get("model name") or platform.processor() or jit.host_cpu_name()
 
 
 def machine_key() -> str:
-    """What the limits depend on: the processor, and how many of its cores this process may use."""
-    said = cpu.described()  # clouds give several generations one name
-    kind = f"family {said['cpu family']}, model {said['model']}" if "cpu family" in said else jit.host_cpu_name()
+    """Key of stored limits: processor, and number of cores that this process may use."""
+    fields = cpu.described()  # clouds give several generations the same name
+    kind = f"family {fields['cpu family']}, model {fields['model']}" if "cpu family" in fields else jit.host_cpu_name()
     return f"{cpu_name()} ({kind}), {usable_cores()} cores"

@@ -1,12 +1,11 @@
-"""Memory that native code allocates itself: workspaces of kernels, and tensors of host functions; and large results.
+"""Allocator of native code, for workspaces of kernels and tensors of host functions, and cache of large results.
 
-    ptr  relaxlite_scratch_alloc(i64 bytes)    64-byte aligned, null when there is none
+    ptr  relaxlite_scratch_alloc(i64 bytes)    64-byte aligned; null: out of memory
     void relaxlite_scratch_free(ptr)
 
-Large blocks that are freed wait in a few places for the next request: a C library gives them back to the system, which
-then costs a page fault per 4 KB at every call of a model: with a block of 36 MB, 100 ms a call were 18 ms with the same
-pages again. What waits is bounded in total. Places are taken and filled by atomic exchange, so that threads never
-wait for each other. On Linux, blocks from 4 MiB on ask for huge pages.
+Freed large blocks are cached in a few slots for the next request: a C library would return them to the system, at the
+cost of a page fault per 4 KB at every call of a model (docs/measurements/backend.md). The cached bytes are bounded.
+Slots are accessed lock-free, by atomic exchange. On Linux, blocks from 4 MiB on request huge pages.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ import numpy as np
 from relaxlite.runtime import support
 from relaxlite.runtime.support import SupportCode
 
-_PLACES = 8
-_KEPT_FROM = 1 << 20  # bytes; what is smaller, C libraries keep themselves
-_KEPT_IN_TOTAL = 256 << 20
+_NUM_SLOTS = 8
+_MIN_CACHED_BYTES = 1 << 20  # smaller blocks are cached by the C library
+_MAX_CACHED_BYTES = 256 << 20
 _HUGE_FROM, _HUGE_PAGE = 4 << 20, 2 << 20
-_HEADER = 64  # bytes before the memory; the first word has its size
+_HEADER = 64  # bytes before the memory; the first 8 hold the block's size
 _MADV_HUGEPAGE = 14
 
 _SCRATCH_IR = Template("""
@@ -205,13 +204,12 @@ _TRIM = "relaxlite_scratch_trim"
 
 
 def symbols() -> dict[str, int]:
-    """Names and addresses of the two functions for native code to import."""
+    """Addresses of the two functions that native code imports, by name."""
     return {name: _functions()[name] for name in _SYMBOLS}
 
 
 def array(nbytes: int) -> np.ndarray:
-    """Bytes of unknown contents. Their block waits for the next request when nothing refers to them any more.
-    MemoryError where there is no such block."""
+    """Allocate an uninitialized byte array, whose block is cached for reuse when it is freed. Raises MemoryError."""
     functions = _functions()
     address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)(functions[_SYMBOLS[0]])(nbytes)
     if not address:
@@ -223,23 +221,23 @@ def array(nbytes: int) -> np.ndarray:
 
 
 def trim() -> int:
-    """Give the blocks that wait back to the system; says how many bytes that were."""
+    """Return cached blocks to the system; returns their size in bytes."""
     return int(ctypes.CFUNCTYPE(ctypes.c_int64)(_functions()[_TRIM])()) if _functions.cache_info().currsize else 0
 
 
 def support_code(system: str) -> SupportCode:
-    """The functions for a system, named as by `sys.platform`."""
-    needed: tuple[str, ...]
+    """IR of the allocator for a system, named as by `sys.platform`."""
+    imports: tuple[str, ...]
     if system == "win32":
-        block, free, needed = _WINDOWS_BLOCK_IR, "_aligned_free", ("_aligned_malloc", "_aligned_free")
+        block, free, imports = _WINDOWS_BLOCK_IR, "_aligned_free", ("_aligned_malloc", "_aligned_free")
     elif system == "linux":
-        block, free, needed = _LINUX_BLOCK_IR, "free", ("aligned_alloc", "free", "madvise")
+        block, free, imports = _LINUX_BLOCK_IR, "free", ("aligned_alloc", "free", "madvise")
     else:
-        block, free, needed = _POSIX_BLOCK_IR, "free", ("aligned_alloc", "free")
+        block, free, imports = _POSIX_BLOCK_IR, "free", ("aligned_alloc", "free")
     ir = _SCRATCH_IR.substitute(
-        places=_PLACES, kept_from=_KEPT_FROM, kept_in_total=_KEPT_IN_TOTAL, header=_HEADER, free=free
+        places=_NUM_SLOTS, kept_from=_MIN_CACHED_BYTES, kept_in_total=_MAX_CACHED_BYTES, header=_HEADER, free=free
     )
-    return SupportCode("scratch", block + ir, needed, (*_SYMBOLS, _TRIM))
+    return SupportCode("scratch", block + ir, imports, (*_SYMBOLS, _TRIM))
 
 
 @cache

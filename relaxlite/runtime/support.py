@@ -1,10 +1,10 @@
-"""The runtime's own machine code: the thread pool, scratch memory, and the reader of arrays.
+"""Native support code of the runtime: thread pool, scratch allocator, array reader.
 
-It is written as LLVM IR. For x86-64 Linux the compiler puts its object code into every executable, so that a process
-that only runs one links that and needs no LLVM; elsewhere LLVM compiles the text when it is first needed.
+The code is written in LLVM IR. For x86-64 Linux the compiler stores its object code in every executable, so that
+running one needs no LLVM; elsewhere LLVM compiles the IR at first use.
 
-Object code goes by a checksum of the text that it was made from. So a runtime never takes what another version of it
-was compiled from, and it does not matter which of several executables a process has linked it from.
+The key of object code contains a checksum of its IR. So a runtime never links code of another version, and any of
+several executables may supply it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from relaxlite.records import dataclass
 from relaxlite.runtime import elf, jit, linker
 
 _lock = threading.Lock()
-_offered: dict[str, bytes] = {}
+_objects: dict[str, bytes] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class SupportCode:
-    """A piece of it. `imports`: the functions of the system that it calls; `exports`: those that it defines."""
+    """A module of support code. `imports`: system functions that it calls; `exports`: functions that it defines."""
 
     name: str
     ir: str
@@ -32,33 +32,34 @@ class SupportCode:
 
     @property
     def key(self) -> str:
-        text = self.ir.encode()  # not by hashlib, which brings OpenSSL along: 4 MB of memory
+        """Key of the object code, from the checksum of the IR."""
+        text = self.ir.encode()  # not hashlib, which loads OpenSSL: memory (docs/measurements/backend.md)
         return f"{self.name}.{len(text)}.{zlib.crc32(text):08x}{zlib.adler32(text):08x}"
 
 
-def offer(objects: Mapping[str, bytes]) -> None:
-    """Object code of an executable, by key, for pieces that have not been linked so far."""
+def register_objects(objects: Mapping[str, bytes]) -> None:
+    """Register an executable's support code by key, for modules that are not linked yet."""
     if linker.is_supported():
         with _lock:
             for key, code in objects.items():
-                _offered.setdefault(key, code)
+                _objects.setdefault(key, code)
 
 
 def link(code: SupportCode, imports: Mapping[str, int]) -> dict[str, int]:
-    """The addresses of its exports, which stay valid until the process ends. `imports`: addresses, by name.
+    """Link a module of support code; returns the addresses of its exports, valid until the process exits.
 
-    ArtifactError when the object code that an executable has brought is damaged; the next one does without it.
+    `imports`: addresses by name. ArtifactError where registered object code is damaged; it is unregistered then.
     """
     with _lock:
-        result = _offered.get(code.key)
-    if result is None:
+        object_code = _objects.get(code.key)
+    if object_code is None:
         return jit.link_text(code.ir, imports=imports, exports=code.exports, name=f"relaxlite_{code.name}")
     try:
-        linked = linker.link([elf.read_object(result)], imports)
+        linked = linker.link([elf.read_object(object_code)], imports)
         addresses = {name: linked.address(name) for name in code.exports}
     except ArtifactError as error:
         with _lock:
-            _offered.pop(code.key, None)
+            _objects.pop(code.key, None)
         raise ArtifactError(f"the runtime's own code ({code.name}) in the executable is damaged: {error}") from error
-    linked.keep()  # threads may be inside of it until the very end
+    linked.keep()  # threads may execute the code until the process exits
     return addresses

@@ -1,7 +1,7 @@
-"""The runtime's tensor, and the border to NumPy, DLPack and Python lists.
+"""The runtime's tensor, and conversions from and to NumPy, DLPack and Python lists.
 
-Tensors are dense and row-major. What comes in is not copied when it already is dense CPU memory of the right dtype;
-what goes out is a NumPy array that owns its memory.
+Tensors are dense and row-major. Inputs that are dense CPU memory of the right dtype are not copied; outputs are NumPy
+arrays that own their memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DL_DTYPE_OFFSET = 20  # DLManagedTensor: data 0, device 8, ndim 16, dtype 20 (c
 
 
 class Tensor:
-    """A dense, row-major piece of memory. `owner` keeps it alive: a Memory or a NumPy array."""
+    """A dense, row-major tensor at address `ptr`. `owner` keeps the memory alive: a Memory or a NumPy array."""
 
     __slots__ = ("dtype", "owner", "ptr", "shape")
 
@@ -32,6 +32,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return math.prod(self.shape) * dtypes.itemsize(self.dtype)
 
     @property
@@ -42,7 +43,7 @@ class Tensor:
         return {"version": 3, "shape": self.shape, "typestr": stored, "data": (self.ptr, read_only)}
 
     def numpy(self) -> np.ndarray:
-        """The same memory as a NumPy array, which keeps it alive."""
+        """NumPy view of the memory, which keeps it alive."""
         return np.asarray(self).view(dtypes.to_numpy(self.dtype))
 
     def __repr__(self) -> str:
@@ -50,7 +51,7 @@ class Tensor:
 
 
 class Heap(Tensor):
-    """An int64 tensor of zeros whose slots Python reads and writes quickly, through `values`."""
+    """An int64 tensor of zeros whose slots Python accesses through the ctypes array `values`."""
 
     __slots__ = ("values",)
 
@@ -61,12 +62,12 @@ class Heap(Tensor):
 
 
 def _stored_dtype(dtype: str) -> np.dtype:
-    """bfloat16 has no NumPy type string of its own and crosses as uint16."""
+    """NumPy dtype of the array interface: uint16 for bfloat16, which has no type string."""
     return np.dtype(np.uint16) if dtype == "bfloat16" else dtypes.to_numpy(dtype)
 
 
 def from_numpy(array: np.ndarray, dtype: str) -> Tensor:
-    """A dense, aligned array of that dtype as a tensor, without a copy."""
+    """Tensor of a dense, aligned array of a dtype, without a copy."""
     try:
         ptr = ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # much faster than array.ctypes
     except (TypeError, ValueError, BufferError):  # read-only, empty, or bfloat16
@@ -75,15 +76,15 @@ def from_numpy(array: np.ndarray, dtype: str) -> Tensor:
 
 
 def import_tensor(value: object, dtype: str, what: str) -> Tensor:
-    """Anything array-like as a tensor; InputError, which begins with `what`, unless it has that dtype.
+    """Convert an array-like object to a tensor. InputError, whose message begins with `what`, for another dtype.
 
-    A NumPy array or DLPack tensor must have the dtype exactly. Python numbers and lists have none of their own and are
-    converted where that is exact, floats to the nearest.
+    NumPy arrays and DLPack tensors must have exactly the dtype. Python numbers and lists are converted where that is
+    exact, floats to the nearest.
     """
-    wanted = dtypes.to_numpy(dtype)
-    array = value if type(value) is np.ndarray else _as_array(value, wanted, what)
-    if array.dtype is not wanted and array.dtype != wanted:
-        array = _native_order(array, wanted, dtype, what)
+    numpy_dtype = dtypes.to_numpy(dtype)
+    array = value if type(value) is np.ndarray else _as_array(value, numpy_dtype, what)
+    if array.dtype is not numpy_dtype and array.dtype != numpy_dtype:
+        array = _native_order(array, numpy_dtype, dtype, what)
     flags = array.flags
     if not (flags.c_contiguous and flags.aligned):
         array = np.array(array, order="C", copy=True)
@@ -116,7 +117,7 @@ def _as_array(value: object, wanted: np.dtype, what: str) -> np.ndarray:
 
 
 def _from_python(array: np.ndarray, wanted: np.dtype, what: str) -> np.ndarray:
-    """Python numbers in the dtype that the model wants, unless their values do not survive."""
+    """Convert Python numbers to a dtype. InputError where a value is not representable."""
     kind = dtypes.from_numpy(array.dtype) or ""
     name = dtypes.from_numpy(wanted) or ""
     if array.size == 0 or array.dtype == wanted:
@@ -150,8 +151,8 @@ def _from_dlpack(value: Any, what: str) -> np.ndarray:
         return bfloat16
 
 
-class _Offer:
-    """Hands a DLPack capsule on."""
+class _CapsuleExporter:
+    """Exporter of an existing DLPack capsule."""
 
     def __init__(self, capsule: Any) -> None:
         self.capsule = capsule
@@ -164,7 +165,7 @@ class _Offer:
 
 
 def _bfloat16_from_dlpack(value: Any) -> np.ndarray | None:
-    """NumPy refuses DLPack's bfloat16: relabel it uint16 in the capsule, which is ours alone, and view it back."""
+    """Import a bfloat16 DLPack tensor, which NumPy rejects: relabel it uint16 in our own capsule, then view it back."""
     try:
         capsule = value.__dlpack__()
         pointer = _capsule_pointer(capsule, b"dltensor")
@@ -174,7 +175,7 @@ def _bfloat16_from_dlpack(value: Any) -> np.ndarray | None:
     if tuple(kind) != (_DL_BFLOAT, 16):
         return None
     kind[0] = _DL_UINT
-    return np.from_dlpack(_Offer(capsule)).view(dtypes.to_numpy("bfloat16"))
+    return np.from_dlpack(_CapsuleExporter(capsule)).view(dtypes.to_numpy("bfloat16"))
 
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -183,28 +184,29 @@ _capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def new_tensor(shape: tuple[int, ...], dtype: str, what: str, *, poison: bool = False) -> Tensor:
-    """Fresh memory of unknown (or poisoned) contents. OutOfMemoryError names `what`, the type and the size."""
+    """Allocate an uninitialized (or poisoned) tensor. OutOfMemoryError names `what`, type and size."""
     nbytes = tensor_bytes(shape, dtype, what)
     try:
-        memory = allocate(nbytes, what, waits=True, poison=poison)
+        memory = allocate(nbytes, what, recycled=True, poison=poison)
     except OutOfMemoryError as error:
         raise OutOfMemoryError(f"{error}; its type is {dtype}{list(shape)}") from error
     return Tensor(memory.ptr, shape, dtype, memory)
 
 
 def copy(source: Tensor) -> Tensor:
-    result = new_tensor(source.shape, source.dtype, "a copy")
-    ctypes.memmove(result.ptr, source.ptr, tensor_bytes(source.shape, source.dtype, "a copy"))
-    return result
+    """Copy a tensor to fresh memory."""
+    target = new_tensor(source.shape, source.dtype, "a copy")
+    ctypes.memmove(target.ptr, source.ptr, tensor_bytes(source.shape, source.dtype, "a copy"))
+    return target
 
 
-def export_array(tensor: Tensor, given: set[int]) -> np.ndarray:
-    """A NumPy array that owns its memory, for the user to keep. `given`: ids of memory that other outputs already own.
+def export_array(tensor: Tensor, exported: set[int]) -> np.ndarray:
+    """Convert an output to a NumPy array that owns its memory. `exported`: ids of memory owned by earlier outputs.
 
-    Memory that a pool, an input or a constant owns is copied, and so is memory that was given out before.
+    Memory of a pool, an input, a constant or an earlier output is copied.
     """
     owner = tensor.owner
-    if not isinstance(owner, Memory) or owner.pooled or id(owner) in given:
+    if not isinstance(owner, Memory) or owner.pooled or id(owner) in exported:
         return tensor.numpy().copy()
-    given.add(id(owner))
+    exported.add(id(owner))
     return np.ndarray(tensor.shape, dtypes.to_numpy(tensor.dtype), owner.raw, tensor.ptr - owner.base)

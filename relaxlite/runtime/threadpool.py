@@ -1,30 +1,29 @@
-"""The one thread pool of the process, which every compiled kernel shares.
+"""Process-wide thread pool, which all compiled kernels share.
 
 Kernels import these symbols; `symbols()` gives their addresses:
 
     i32  relaxlite_parallel_for(ptr fn, ptr ctx, i64 num_chunks)   fn is i32 (*)(ptr ctx, i64 chunk)
-    i64  relaxlite_num_threads()                                   how many chunks are worth making
+    i64  relaxlite_num_threads()                                   threads per parallel loop
     void relaxlite_hold_workers(i32 delta)                         +1 on entry of a compiled graph, -1 on its exit
 
 `relaxlite_parallel_for` calls `fn` once for every chunk, in any order and any thread, and returns 0 or one of the
 non-zero statuses that chunks returned (a failure does not stop the other chunks). `relaxlite_hold_workers` is optional:
-it keeps workers awake through the serial parts of a graph, for waking one costs the caller 25-80 us.
+it keeps workers spinning through the serial parts of a graph, as waking one is slow (docs/measurements/backend.md).
 
-The logic is LLVM IR (threadpool_ir.py), linked at first use (support.py). Workers are Python daemon threads that sit in
-a ctypes call, without the GIL, for as long as the process lives; so nothing here needs a C compiler or an OpenMP
-runtime.
+The logic is LLVM IR (threadpool_ir.py), linked at first use (support.py), so neither a C compiler nor an OpenMP runtime
+is needed. Workers are Python daemon threads that stay in one ctypes call, without the GIL, until the process exits.
 
-How a job runs. The state word holds `epoch << 32 | closed | waiting | active`. The caller takes the callers' lock,
-writes the job, opens a new epoch, wakes sleepers if there are any, and takes chunks from a shared counter as the
-workers do. A worker joins by one compare-and-swap that counts it as active, and only while the epoch is open. When no
-chunk is left the caller closes the epoch and waits until nobody is active. A worker that comes late finds the epoch
-closed, so the caller never waits for a thread that the system has not scheduled: it runs all the chunks itself.
+Protocol. The state word holds `epoch << 32 | closed | waiting | active`. The caller takes the callers' lock, writes the
+job, opens a new epoch, wakes sleeping workers, and takes chunks from a shared counter, as the workers do. A worker
+joins by a compare-and-swap that increments `active`, only while the epoch is open. When no chunk is left, the caller
+closes the epoch and waits until `active` is 0. A late worker finds the epoch closed, so the caller never waits for a
+thread that the system has not scheduled: it runs all chunks itself.
 
-Why it cannot deadlock. Whoever does not get the callers' lock (a call nested in a chunk, or a second Python thread)
-does not wait for it but runs its own chunks in order. Only one thing is not supported: to fork while a chunk runs.
+No deadlock: a caller that does not get the callers' lock (a call nested in a chunk, or a second Python thread) runs its
+chunks serially. Forking while a chunk runs is not supported.
 
-Spinning threads offer their core to others every 64 rounds (1-3 us). Measured on two cores that other processes kept
-busy: without this, small parallel loops took twice as long as serial ones; with it they are never slower.
+Spinning threads yield their core every 64 rounds, which keeps small parallel loops from being slower than serial ones
+on busy machines (docs/measurements/backend.md).
 """
 
 from __future__ import annotations
@@ -56,25 +55,25 @@ from relaxlite.runtime.threadpool_ir import (
 )
 
 MAX_THREADS = config.MAX_THREADS
-_IDLE_SPIN_US = 200.0  # a worker without work spins this long before it sleeps: waking it costs the caller 25-80 us
-_HELD_SPIN_US = 20_000.0  # the same while a compiled graph runs; bounded, so a forgotten release cannot burn a core
+_IDLE_SPIN_US = 200.0  # an idle worker spins this long before it sleeps
+_HELD_SPIN_US = 20_000.0  # the same while a graph runs; bounded, in case of a missing release
 
 
 def default_wait_kind() -> WaitKind:
-    """How threads sleep on this platform; only the two kinds that Linux has, futex and condvar, are measured."""
+    """Wait primitive of this platform."""
     if sys.platform == "win32":
         return "wait_on_address"
     return "futex" if sys.platform == "linux" and platform.machine() in FUTEX_NUMBERS else "condvar"
 
 
 def support_code(wait: WaitKind, machine: str) -> SupportCode:
-    """The pool for a machine, named as by `platform.machine()`."""
+    """Support code of the pool for a machine, named as by `platform.machine()`."""
     imports = (*WAIT_IMPORTS[wait], yield_symbol(wait))
     return SupportCode(f"threadpool_{wait}", pool_ir(wait, machine), imports, (*KERNEL_SYMBOLS, *CONTROL_SYMBOLS))
 
 
 def default_num_threads() -> int:
-    """RELAXLITE_NUM_THREADS where it is set, else the number of usable cores; at least 1, at most MAX_THREADS."""
+    """RELAXLITE_NUM_THREADS where that is set, else the number of usable cores; from 1 to MAX_THREADS."""
     return config.get("num_threads") or min(config.usable_cores(), MAX_THREADS)
 
 
@@ -90,13 +89,13 @@ def _checked_count(count: SupportsIndex) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Native:
-    """The linked pool: addresses for kernels, and the functions that Python calls."""
+    """The linked pool: addresses of kernel symbols, and control functions as ctypes functions."""
 
     symbols: dict[str, int]
     worker: Callable[[int], None]
     reset: Callable[[], None]
     configure: Callable[[int, int, int], None]
-    rounds_per_us: float  # of spinning
+    rounds_per_us: float  # speed of spinning
 
     @staticmethod
     def build(wait: WaitKind) -> _Native:
@@ -108,7 +107,7 @@ class _Native:
             worker=ctypes.CFUNCTYPE(None, i32)(addresses["pool_worker"]),
             reset=ctypes.CFUNCTYPE(None)(addresses["pool_reset"]),
             configure=ctypes.CFUNCTYPE(None, i32, i64, i64)(addresses["pool_configure"]),
-            rounds_per_us=_spin_speed(ctypes.CFUNCTYPE(None, i64)(addresses["pool_spin"])),
+            rounds_per_us=_measure_spin_speed(ctypes.CFUNCTYPE(None, i64)(addresses["pool_spin"])),
         )
 
 
@@ -117,8 +116,8 @@ def _system_symbols(names: Sequence[str]) -> dict[str, int]:
     return {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names}
 
 
-def _spin_speed(spin: Callable[[int], None]) -> float:
-    """Rounds of spinning per microsecond: a pause takes 3 to 150 cycles, depending on the CPU. Best of three."""
+def _measure_spin_speed(spin: Callable[[int], None]) -> float:
+    """Rounds of spinning per microsecond, best of three, as the cycles of a pause depend on the CPU."""
     rounds, best_ns = 5_000, 1 << 62
     for _ in range(3):
         start = time.perf_counter_ns()
@@ -128,26 +127,26 @@ def _spin_speed(spin: Callable[[int], None]) -> float:
 
 
 class ThreadPool:
-    """A pool that lives until the process ends; nothing is linked and no thread started before `symbols()`.
+    """A pool that lives until the process exits; code is linked and threads are started by the first `symbols()`.
 
-    Use the module's functions, which share one pool: two pools would fight for the same cores. After a fork, the child
-    gets fresh workers at the same addresses, so kernels that are already loaded go on working.
+    Use the module's functions, which share one pool. After a fork, the child starts new workers for the same code, so
+    loaded kernels keep working.
     """
 
     def __init__(self, *, wait: WaitKind | None = None) -> None:
         self._wait: WaitKind = wait or default_wait_kind()
         self._lock = threading.Lock()
-        self._count: int | None = None  # None: not asked for yet
+        self._count: int | None = None  # None: not determined yet
         self._native: _Native | None = None
         self._workers: list[threading.Thread] = []
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._restart_in_child)
 
     def symbols(self) -> dict[str, int]:
-        """Names and addresses of the functions that kernels call; starts the pool at the first call. Thread-safe."""
+        """Addresses of the functions that kernels import, by name; starts the pool at the first call. Thread-safe."""
         with self._lock:
             if self._native is None:
-                count = self._requested()
+                count = self._num_requested()
                 native = _Native.build(self._wait)
                 native.reset()
                 self._native = native
@@ -155,25 +154,28 @@ class ThreadPool:
             return dict(self._native.symbols)
 
     def num_threads(self) -> int:
-        """How many threads, the caller included, work on one parallel loop."""
+        """Number of threads per parallel loop, including the caller."""
         with self._lock:
-            return self._requested()
+            return self._num_requested()
 
     def set_num_threads(self, count: int) -> None:
-        """Let `count` threads, the caller included, work on one parallel loop: from 1 to MAX_THREADS."""
+        """Set the number of threads per parallel loop, including the caller: from 1 to MAX_THREADS.
+
+        InvalidArgumentError for other values.
+        """
         checked = _checked_count(count)
         with self._lock:
             self._count = checked
             if self._native is not None:
                 self._apply(self._native, checked)
 
-    def _requested(self) -> int:
+    def _num_requested(self) -> int:
         if self._count is None:
             self._count = default_num_threads()
         return self._count
 
     def _apply(self, native: _Native, count: int) -> None:
-        """Start the workers that are missing, then let those below the limit join."""
+        """Start missing workers, and set the thread limit; RuntimeWarning where the system refuses threads."""
         try:
             while len(self._workers) < count - 1:
                 number = len(self._workers) + 1
@@ -198,7 +200,7 @@ class ThreadPool:
         self._workers = []
         if self._native is not None:
             self._native.reset()
-            self._apply(self._native, self._requested())
+            self._apply(self._native, self._num_requested())
 
 
 _POOL = ThreadPool()

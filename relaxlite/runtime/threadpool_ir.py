@@ -1,4 +1,4 @@
-"""The thread pool's logic as LLVM IR text; `threadpool.py` explains it, links it and starts its threads."""
+"""LLVM IR of the thread pool, which `threadpool.py` documents, links and starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from string import Template
 from typing import Literal
 
 WaitKind = Literal["futex", "condvar", "wait_on_address"]
-"""What a thread sleeps on: Linux's futex, a POSIX condition variable, or Windows's WaitOnAddress."""
+"""Wait primitive: Linux futex, POSIX condition variable, or Windows WaitOnAddress."""
 
 KERNEL_SYMBOLS = ("relaxlite_parallel_for", "relaxlite_num_threads", "relaxlite_hold_workers")
 CONTROL_SYMBOLS = ("pool_worker", "pool_reset", "pool_configure", "pool_spin")
@@ -307,8 +307,8 @@ declare i32 @$yield_core()
 $relax_declaration
 """)
 
-# Each of the three defines: block_while(address, value) sleeps while the word there equals the value, and may return
-# early; wake(address, count) wakes at least that many of its sleepers; reset_waiting() forgets all sleepers.
+# Each of the three defines block_while(address, value), which sleeps while the word there equals the value, and may
+# return early; wake(address, count), which wakes at least `count` sleepers; reset_waiting(), which forgets sleepers.
 _WAIT_IR: dict[WaitKind, Template] = {
     "futex": Template("""
 declare i64 @syscall(i64, ...)
@@ -398,7 +398,7 @@ WAIT_IMPORTS: dict[WaitKind, tuple[str, ...]] = {
 }
 FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221, "s390x": 238}
 
-# What a spinning thread does in each round: an instruction, and its declaration.
+# Instruction of a spinning round, and its declaration.
 _PAUSE = ("call void @llvm.x86.sse2.pause()", "declare void @llvm.x86.sse2.pause()")
 _BARRIER = ("call void @llvm.aarch64.isb(i32 15)", "declare void @llvm.aarch64.isb(i32)")  # Arm's yield does nothing
 _NO_RELAX = ('fence syncscope("singlethread") seq_cst', "")
@@ -406,15 +406,16 @@ _RELAX = {"x86_64": _PAUSE, "amd64": _PAUSE, "aarch64": _BARRIER, "arm64": _BARR
 
 
 def yield_symbol(wait: WaitKind) -> str:
+    """System function that yields the core."""
     return "SwitchToThread" if wait == "wait_on_address" else "sched_yield"
 
 
 def pool_ir(wait: WaitKind, machine: str) -> str:
-    """The pool's LLVM IR for a machine, named as by `platform.machine()`."""
+    """LLVM IR of the pool for a machine, named as by `platform.machine()`."""
     closed, waiting = 1 << 31, 1 << 30
     epoch_offset = 4 if sys.byteorder == "little" else 0  # bytes from the state word to its epoch half
     relax, relax_declaration = _RELAX.get(machine.lower(), _NO_RELAX)
-    logic = _POOL_IR.substitute(
+    pool = _POOL_IR.substitute(
         closed=closed,
         waiting=waiting,
         active_mask=waiting - 1,
@@ -428,4 +429,4 @@ def pool_ir(wait: WaitKind, machine: str) -> str:
         relax_declaration=relax_declaration,
         yield_core=yield_symbol(wait),
     )
-    return logic + _WAIT_IR[wait].substitute(futex=FUTEX_NUMBERS.get(machine, 0))
+    return pool + _WAIT_IR[wait].substitute(futex=FUTEX_NUMBERS.get(machine, 0))

@@ -1,10 +1,10 @@
-"""The interpreter of bytecode (docs/runtime-abi.md, "Bytecode").
+"""Bytecode interpreter (docs/runtime-abi.md, "Bytecode").
 
-At load every instruction becomes a Python closure over its decoded operands, and every function a list of basic blocks.
-A call runs closures over a list of registers. The constants that a function uses lie behind its registers, so that
-every operand is an index into that list; the last element takes results that nobody wants.
+At its first call a function is decoded to basic blocks of Python closures, one per instruction. A call runs the
+closures over a list of registers. Constants and immediates of the function follow the registers, so every operand is an
+index into that list; the last element takes unused results.
 
-One machine may run in several threads at once: all that a call changes is its own registers and arenas.
+Thread-safe: a call modifies only its own registers and arenas.
 """
 
 from __future__ import annotations
@@ -55,44 +55,49 @@ from relaxlite.runtime.weights import Constants
 Value: TypeAlias = Any  # a Tensor, a shape (tuple of int), a tuple of values, or an arena
 Registers: TypeAlias = list[Value]
 Step: TypeAlias = Callable[[Registers, list[Memory]], None]
-Kernel: TypeAlias = Callable[[bytes, int], int]  # packed addresses of the buffers, address of the symbols -> status
+KernelFunction: TypeAlias = Callable[[bytes, int], int]  # (packed buffer addresses, symbols' address) -> status
 
 _KERNEL_TYPE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
 _HOLD_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int32)
-_OVERFLOW, _NO_MEMORY = -1, -2  # statuses of kernels; k > 0 says that check k - 1 failed
+_OVERFLOW, _NO_MEMORY = -1, -2  # statuses of kernels; k > 0: check k - 1 failed
 _I64_MIN, _I64_MAX = -(1 << 63), (1 << 63) - 1
 
-register_extern = libraries.register_function  # what `extern:SYMBOL` calls may also take plain immediates
+register_extern = libraries.register_function  # functions called by `extern:SYMBOL`, which may also take immediates
 
 
 @dataclass(slots=True)
-class Block:
-    """Steps without jumps; then return `register` (then = -1), go to `then`, or choose by the bool in `register`."""
+class BasicBlock:
+    """A basic block. Its terminator: return `register` (then == -1), jump to `then`, or branch on the bool in
+    `register`."""
 
     steps: list[Step]
-    positions: list[int]  # of the steps' instructions
-    register: int = -1  # with then >= 0: a condition, or -1 for none
+    positions: list[int]  # instruction number of each step
+    register: int = -1  # with then >= 0: the condition, -1 for an unconditional jump
     then: int = -1
     otherwise: int = -1
 
 
 @dataclass(slots=True)
-class Decoded:
+class DecodedFunction:
+    """A decoded function."""
+
     function: VMFunction
-    blocks: list[Block]
-    rest: Registers  # what follows the parameters at the start of a call
+    blocks: list[BasicBlock]
+    initial: Registers  # initial registers behind the parameters
 
 
 class VirtualMachine:
-    """Runs the functions of an executable. `kernels` replaces the compiled kernels, as with timed ones; `constants`:
-    of another machine of the same executable; `is_checked`: the bytecode is known to be valid, and the code to run on
-    this machine."""
+    """Runs the functions of an executable.
+
+    `kernels`: replace the compiled kernels, as for profiling. `constants`: shared with another VM of the executable.
+    `is_checked`: bytecode and target are already validated; else ArtifactError where they are invalid.
+    """
 
     def __init__(
         self,
         data: ExecutableData,
         *,
-        kernels: Mapping[str, Kernel] | None = None,
+        kernels: Mapping[str, KernelFunction] | None = None,
         constants: Constants | None = None,
         is_checked: bool = False,
     ) -> None:
@@ -103,9 +108,9 @@ class VirtualMachine:
         self.poison = bool(config.get("poison_memory"))
         self.check_memory = bool(config.get("check_memory"))
         self.pool = ArenaPool(poison=self.poison)
-        self._library: object = None  # keeps the kernels' code in memory
+        self._library: object = None  # keeps the kernels' code alive
         self.missing_libraries: tuple[str, ...] = ()
-        support.offer(data.support)
+        support.register_objects(data.support)
         if kernels is None:
             bound = libraries.bind(data.libraries)
             self.missing_libraries = bound.missing
@@ -113,10 +118,10 @@ class VirtualMachine:
         self.kernels = kernels
         self._hold = _hold_workers() if data.kernels else _ignore
         self.constants = constants or Constants([_constant(array) for array in data.constants])
-        self._decoded: dict[str, Decoded] = {}  # what was called so far: a host function takes the place of them
+        self._decoded: dict[str, DecodedFunction] = {}  # decoded lazily, as host functions replace most calls
 
     def run(self, name: str, args: Sequence[Value]) -> Value:
-        """Call a function from outside. Workers of the thread pool stay awake meanwhile."""
+        """Call a function from outside; workers of the thread pool keep spinning during the call."""
         self._hold(1)
         try:
             return self.invoke(name, args)
@@ -124,12 +129,13 @@ class VirtualMachine:
             self._hold(-1)
 
     def invoke(self, name: str, args: Sequence[Value]) -> Value:
+        """Call a function, also from bytecode. ExecutionError and its subclasses name the failed instruction."""
         decoded = self._decoded.get(name)
         if decoded is None:
             decoded = self._decoded[name] = _Decoder(self, self.data.functions[name]).decode()
         blocks = decoded.blocks
         block = blocks[0]
-        registers = [*args, *decoded.rest]
+        registers = [*args, *decoded.initial]
         arenas: list[Memory] = WatchedArenas(decoded.function) if self.check_memory else []
         step: Step | None = None
         try:
@@ -144,15 +150,19 @@ class VirtualMachine:
                 is_taken = block.register < 0 or _truth(registers[block.register])
                 block = blocks[block.then if is_taken else block.otherwise]
         except RelaxliteError as error:
-            _name_place(error, decoded, block, step)
+            _add_location(error, decoded, block, step)
             raise
         except (AttributeError, TypeError, ValueError, IndexError, struct.error) as error:
-            execution_error = ExecutionError(f"{_place(decoded, block, step)}: a value of the wrong kind ({error})")
-            _name_place(execution_error, decoded, block, step)
+            execution_error = ExecutionError(
+                f"{_instruction_name(decoded, block, step)}: a value of the wrong kind ({error})"
+            )
+            _add_location(execution_error, decoded, block, step)
             raise execution_error from error
         except MemoryError as error:
-            execution_error = OutOfMemoryError(f"{_place(decoded, block, step)}: the system has no memory left")
-            _name_place(execution_error, decoded, block, step)
+            execution_error = OutOfMemoryError(
+                f"{_instruction_name(decoded, block, step)}: the system has no memory left"
+            )
+            _add_location(execution_error, decoded, block, step)
             raise execution_error from error
         except RecursionError as error:
             raise ExecutionError(f"function '{name}' calls itself too deeply") from error
@@ -161,14 +171,14 @@ class VirtualMachine:
                 self.pool.give(arenas)
 
     def host_function(self, entry: Entry) -> HostFunction | None:
-        """The bytecode of an entry as machine code, where the executable has it."""
+        """Load the host function of an entry; None where the executable or this Python does not support one."""
         if not entry.host.object_code or not array_reader.is_supported():
             return None
         addresses = [ctypes.cast(self.kernels[name], ctypes.c_void_p).value or 0 for name in self.data.kernels]  # type: ignore[arg-type]
         return HostFunction(entry, addresses, self.constants, poison=self.poison)
 
     def release_memory(self) -> int:
-        """Give unused arenas back to the system; says how many bytes that were."""
+        """Free unused arenas; returns their size in bytes."""
         return self.pool.release()
 
 
@@ -176,8 +186,8 @@ def _constant(array: np.ndarray) -> Tensor:
     return import_tensor(array, array.dtype.name, "a constant")
 
 
-def _link(data: ExecutableData, bound: libraries.Bound) -> tuple[object, dict[str, Kernel]]:
-    """The kernels, and what keeps their code in memory."""
+def _link(data: ExecutableData, bound: libraries.BoundRoutines) -> tuple[object, dict[str, KernelFunction]]:
+    """Link the kernels; returns (owner of their code, kernels by name)."""
     if not data.kernels:
         return None, {}
     exports = [kernel.symbol for kernel in data.kernels.values()]
@@ -188,7 +198,7 @@ def _link(data: ExecutableData, bound: libraries.Bound) -> tuple[object, dict[st
 
 
 def _check_machine(data: ExecutableData) -> None:
-    """ArtifactError unless this machine can run the code."""
+    """Raise ArtifactError unless this machine can run the code."""
     if not data.objects or not data.target.triple:
         return
     try:
@@ -211,31 +221,31 @@ def _truth(condition: Tensor) -> bool:
     return ctypes.c_bool.from_address(condition.ptr).value
 
 
-def _place(decoded: Decoded, block: Block, step: Step | None) -> str:
-    function, position = decoded.function, _position(block, step)
+def _instruction_name(decoded: DecodedFunction, block: BasicBlock, step: Step | None) -> str:
+    function, position = decoded.function, _instruction_number(block, step)
     if position is None:
         return f"function '{function.name}'"
     return f"function '{function.name}', {position}: {instruction_text(function.instructions[position])}"
 
 
-def _position(block: Block, step: Step | None) -> int | None:
-    """Of the step's instruction."""
+def _instruction_number(block: BasicBlock, step: Step | None) -> int | None:
+    """Instruction number of a step; None outside of the block."""
     return None if step is None or step not in block.steps else block.positions[block.steps.index(step)]
 
 
-def _name_place(error: RelaxliteError, decoded: Decoded, block: Block, step: Step | None) -> None:
-    """Put what the step was made of before the error's message, once: the innermost function knows best."""
-    position = _position(block, step)
-    place = None if position is None else decoded.function.place(position)
-    if place is None or getattr(error, "is_placed", False):
+def _add_location(error: RelaxliteError, decoded: DecodedFunction, block: BasicBlock, step: Step | None) -> None:
+    """Prefix an error's message with the source location of the step, once: by the innermost function."""
+    position = _instruction_number(block, step)
+    location = None if position is None else decoded.function.location(position)
+    if location is None or getattr(error, "is_placed", False):
         return
     error.is_placed = True  # type: ignore[attr-defined]
-    if not str(error).startswith(place):
-        error.args = (f"{place}: {error}", *error.args[1:])
+    if not str(error).startswith(location):
+        error.args = (f"{location}: {error}", *error.args[1:])
 
 
 def _detach(value: Value, arenas: list[Memory]) -> Value:
-    """The value, with tensors that lie in `arenas` copied out of them."""
+    """Copy tensors of a value out of `arenas`, which are returned to the pool."""
     if isinstance(value, tuple):
         return tuple(_detach(item, arenas) for item in value)
     if isinstance(value, Tensor) and any(value.owner is arena for arena in arenas):
@@ -244,7 +254,7 @@ def _detach(value: Value, arenas: list[Memory]) -> Value:
 
 
 class _Decoder:
-    """One function's instructions as closures."""
+    """Decodes one function: instructions to closures, in basic blocks."""
 
     def __init__(self, vm: VirtualMachine, function: VMFunction) -> None:
         self.vm, self.function = vm, function
@@ -262,47 +272,48 @@ class _Decoder:
             "copy": self._copy_tensor,
         }
 
-    def decode(self) -> Decoded:
+    def decode(self) -> DecodedFunction:
+        """Split the function at jump targets, and decode each block."""
         code = self.function.instructions
-        targets = {0}
+        leaders = {0}
         for at, instruction in enumerate(code):
             match instruction:
                 case Goto(target):
-                    targets |= {target, at + 1}
+                    leaders |= {target, at + 1}
                 case If(_, target):
-                    targets |= {target, at + 1}
+                    leaders |= {target, at + 1}
                 case Ret():
-                    targets.add(at + 1)
-        starts = sorted(target for target in targets if target < len(code))
-        number = {start: index for index, start in enumerate(starts)}
-        blocks = [self._block(start, number) for start in starts]
+                    leaders.add(at + 1)
+        starts = sorted(target for target in leaders if target < len(code))
+        block_of = {start: index for index, start in enumerate(starts)}
+        blocks = [self._block(start, block_of) for start in starts]
         unset = [None] * (self.function.num_registers - len(self.function.params))
-        return Decoded(self.function, blocks, [*unset, *self.tail, None])
+        return DecodedFunction(self.function, blocks, [*unset, *self.tail, None])
 
-    def _block(self, start: int, number: Mapping[int, int]) -> Block:
-        block = Block([], [])
+    def _block(self, start: int, block_of: Mapping[int, int]) -> BasicBlock:
+        block = BasicBlock([], [])
         for at in range(start, len(self.function.instructions)):
             match self.function.instructions[at]:
                 case Ret(register):
                     block.register = register
                     return block
                 case Goto(target):
-                    block.then = number[target]
+                    block.then = block_of[target]
                     return block
                 case If(register, target):
-                    block.register, block.then, block.otherwise = register, number[at + 1], number[target]
+                    block.register, block.then, block.otherwise = register, block_of[at + 1], block_of[target]
                     return block
                 case Call(dst, callee, operands) as call:
                     step = self._call(dst, callee, operands)
                     block.steps.append(watched(step, call, at) if self.vm.check_memory else step)
                     block.positions.append(at)
-            if at + 1 in number:
+            if at + 1 in block_of:
                 break
-        block.then = number[at + 1]
+        block.then = block_of[at + 1]
         return block
 
     def _slot(self, operand: Operand) -> int:
-        """Where the operand's value lies: in a register, or behind the registers."""
+        """Index of an operand in the list of registers, constants and immediates."""
         if isinstance(operand, Reg):
             return operand.index
         if isinstance(operand, Const):
@@ -363,7 +374,7 @@ class _Decoder:
             values = [registers[i] for i in slots]
             try:
                 function(*(value.numpy() if isinstance(value, Tensor) else value for value in values))
-            except Exception as error:  # whatever the routine raises
+            except Exception as error:  # the routine may raise anything
                 raise ExecutionError(f"the library routine '{symbol}' failed: {error}") from error
 
         return step
@@ -391,7 +402,7 @@ class _Decoder:
         what, poison = f"tensor r{dst} of function '{self.function.name}'", self.vm.poison
 
         def step(registers: Registers, _: list[Memory]) -> None:
-            shape = _no_negative(shape_of(registers[heap].values), what)
+            shape = _check_nonnegative(shape_of(registers[heap].values), what)
             registers[dst] = new_tensor(shape, dtype, what, poison=poison)
 
         return step
@@ -414,7 +425,7 @@ class _Decoder:
 
         def step(registers: Registers, _: list[Memory]) -> None:
             source, values = registers[source_slot], registers[heap].values
-            shape, offset = _no_negative(shape_of(values), what), start if start >= 0 else values[~start]
+            shape, offset = _check_nonnegative(shape_of(values), what), start if start >= 0 else values[~start]
             kind, owner = ("a tensor", source.owner) if isinstance(source, Tensor) else ("an arena", source)
             if offset < 0 or offset + math.prod(shape) * itemsize > source.nbytes:
                 raise ExecutionError(f"{dtype}{list(shape)} at {offset} is not inside {kind} of {source.nbytes} bytes")
@@ -473,19 +484,19 @@ _NO_HEAP = Heap(0)
 
 
 def _imm(operand: Operand) -> Any:
-    """The value of an operand that `validate` has found to be an immediate of the right kind."""
+    """Value of an operand that `validate` guarantees to be an immediate of the right kind."""
     assert isinstance(operand, Imm)
     return operand.value
 
 
 def _shape_getter(dims: tuple[int, ...]) -> Callable[[Any], tuple[int, ...]]:
-    """From the heap's values to a shape; see "dim" in docs/runtime-abi.md."""
+    """Function from heap values to a shape, for encoded dims (docs/runtime-abi.md, "dim")."""
     if all(dim >= 0 for dim in dims):
         return lambda values: dims
     return lambda values: tuple([dim if dim >= 0 else values[~dim] for dim in dims])
 
 
-def _no_negative(shape: tuple[int, ...], what: str) -> tuple[int, ...]:
+def _check_nonnegative(shape: tuple[int, ...], what: str) -> tuple[int, ...]:
     if shape and min(shape) < 0:
         raise ShapeMismatchError(
             f"{what}: the shape {shape} has a negative dimension; an input that it depends on is too small"
@@ -500,7 +511,7 @@ def _kernel_error(info: KernelInfo, status: int, symbols: Sequence[int]) -> Exec
         return OutOfMemoryError(f"kernel '{info.name}': the system has no memory left for its workspace")
     failure = libraries.take_failure()
     if failure is not None and not isinstance(failure, Exception):
-        raise failure  # as when someone interrupts the program
+        raise failure  # such as KeyboardInterrupt
     is_known = 0 < status <= len(info.checks)
     reason = info.checks[status - 1] if is_known else f"failed with the unknown status {status}"
     names = zip(() if info.cost is None else info.cost.symbols, symbols, strict=False)
@@ -511,19 +522,19 @@ def _kernel_error(info: KernelInfo, status: int, symbols: Sequence[int]) -> Exec
     return error
 
 
-def _open_bounds(slot: int, name: str, lower: int | None, upper: int | None, divisor: int) -> tuple[Any, ...]:
+def _int64_bounds(slot: int, name: str, lower: int | None, upper: int | None, divisor: int) -> tuple[Any, ...]:
     return slot, name, _I64_MIN if lower is None else lower, _I64_MAX if upper is None else upper, divisor
 
 
 class _ShapeMatch:
-    """One match_shape: writes symbols into the heap first, then compares the other dimensions."""
+    """A decoded match_shape: binds symbols in the heap first, then checks the other dimensions."""
 
     def __init__(self, spec: tuple[Any, ...], what: str) -> None:
         self.what, self.rank = what, len(spec)
         text_at = {"bind": 2, "check": 2, "const": 1, "any": 0}
         self.expected = ", ".join(str(item[text_at[item[0]]]) for item in spec)
         items = list(enumerate(spec))
-        self.binds = [(axis, *_open_bounds(*item[1:])) for axis, item in items if item[0] == "bind"]
+        self.binds = [(axis, *_int64_bounds(*item[1:])) for axis, item in items if item[0] == "bind"]
         self.checks = [(axis, item[1], item[2]) for axis, item in items if item[0] == "check"]
         self.consts = [(axis, item[1]) for axis, item in items if item[0] == "const"]
 

@@ -1,4 +1,4 @@
-"""How much a validation says: how many elements it compared, and how closely."""
+"""Coverage of a validation: how many elements were compared, and how tightly."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from relaxlite.records import dataclass
 from relaxlite.validation.difference import tolerance
 from relaxlite.validation.oracle import Expected, Failed
 
-MAX_UNDETERMINED = 0.5  # more of the elements, and little was compared
+MAX_UNDETERMINED = 0.5  # share of elements above which the validation says little
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What the samples of function `entry` came to. `stopped`: samples that stop the module, which is all that was
-    compared of them. `unstable`: samples that stop, or change shapes, if numbers are rounded otherwise.
-    `undetermined` of the `elements` of the others may be anything, for the same reason; `not_finite` of those that are
-    compared are NaN or infinite, in whose place whatever else is so would pass. `median`: half of the floating
-    elements were held to so much of the largest in their result, or less; None without any."""
+    """Result of validating function `entry`.
+
+    `stopped`: samples that stop the module; only the error was compared. `unstable`: samples that stop, or change
+    shapes, under other roundings. Of the `elements` of the remaining samples, `undetermined` may have any value, for
+    the same reason. `not_finite` of the compared elements are NaN or infinite, and so match any other such value.
+    `median`: median tolerance of floating elements, relative to the largest element of their result; None without any.
+    """
 
     entry: str
     samples: int
@@ -34,11 +36,12 @@ class Coverage:
 
     @property
     def share_undetermined(self) -> float:
+        """Share of all elements that are not compared."""
         return self.undetermined / max(self.elements, 1)
 
     @property
     def share_not_finite(self) -> float:
-        """Of what is compared."""
+        """Share of the compared elements that are NaN or infinite."""
         return self.not_finite / max(self.elements - self.undetermined, 1)
 
     def __str__(self) -> str:
@@ -57,34 +60,34 @@ class Coverage:
 
 
 def coverage_of(entry: str, outcomes: Sequence[tuple[tuple[Any, ...] | Failed, Expected | Failed]]) -> Coverage:
-    """Of samples: what the module gives, and what is expected of other modules."""
+    """Compute the coverage of samples from the results of the module and the expected results."""
     expected = [outcome for _, outcome in outcomes if isinstance(outcome, Expected)]
-    stopped = sum(isinstance(given, Failed) for given, _ in outcomes)
+    stopped = sum(isinstance(result, Failed) for result, _ in outcomes)
     pairs = [pair for outcome in expected for pair in zip(outcome.values, outcome.spread, strict=True)]
-    allowed = np.concatenate([_relative(value, spread) for value, spread in pairs] or [np.zeros(0)])
+    allowed = np.concatenate([_relative(value, error) for value, error in pairs] or [np.zeros(0)])
     return Coverage(
         entry=entry,
         samples=len(outcomes),
         stopped=stopped,
         unstable=len(outcomes) - len(expected) - stopped,
-        elements=sum(spread.size for _, spread in pairs),
-        undetermined=sum(int(np.count_nonzero(~np.isfinite(spread))) for _, spread in pairs),
-        not_finite=sum(_count_not_finite(value, spread) for value, spread in pairs),
+        elements=sum(error.size for _, error in pairs),
+        undetermined=sum(int(np.count_nonzero(~np.isfinite(error))) for _, error in pairs),
+        not_finite=sum(_count_not_finite(value, error) for value, error in pairs),
         median=float(np.median(allowed)) if allowed.size else None,
     )
 
 
-def _count_not_finite(value: Any, spread: Any) -> int:
+def _count_not_finite(value: Any, error: Any) -> int:
     if not dtypes.is_float(str(dtypes.from_numpy(value.dtype))):
         return 0
-    return int(np.count_nonzero(~np.isfinite(np.asarray(value, np.float64)) & np.isfinite(spread)))
+    return int(np.count_nonzero(~np.isfinite(np.asarray(value, np.float64)) & np.isfinite(error)))
 
 
-def _relative(value: Any, spread: Any) -> Any:
-    """How far each determined element of floats may be off, as a share of the largest."""
+def _relative(value: Any, error: Any) -> Any:
+    """Tolerances of determined floating elements, relative to the largest element."""
     if not dtypes.is_float(str(dtypes.from_numpy(value.dtype))):
         return np.zeros(0)
-    wide = np.abs(np.asarray(value, np.float64))
-    largest = wide[np.isfinite(wide)].max(initial=0.0)
-    allowed = tolerance(value, spread)[np.isfinite(spread) & np.isfinite(wide)]
+    magnitudes = np.abs(np.asarray(value, np.float64))
+    largest = magnitudes[np.isfinite(magnitudes)].max(initial=0.0)
+    allowed = tolerance(value, error)[np.isfinite(error) & np.isfinite(magnitudes)]
     return allowed / largest if largest > 0 else np.zeros(0)

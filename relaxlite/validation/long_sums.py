@@ -1,4 +1,4 @@
-"""How many terms the sums of an op have: the more they are, the further rounding may move what they come to."""
+"""Number of terms that an op sums: more terms allow a larger rounding error."""
 
 from __future__ import annotations
 
@@ -16,57 +16,60 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 def terms_of_sums(call: Call, args: list[Any], result: Any) -> int:
-    """Of an op that may add up its terms in any order, at most; 0 for other ops. `args` and `result` are arrays."""
+    """Upper bound of the terms of one sum of an op with an unspecified order of summation; 0 for other ops.
+
+    `args` and `result` are arrays.
+    """
     rule = _RULES.get(call.callee.name) if isinstance(call.callee, Op) else None
     return 0 if rule is None or not args[0].size else int(rule(call.attrs, args, result))
 
 
-def _of_filters(attrs: Mapping[str, Any], args: list[Any], result: Array) -> int:
+def _conv_terms(attrs: Mapping[str, Any], args: list[Any], result: Array) -> int:
     channels = result.shape[1 if attrs["layout"] == "first" else -1]
     return args[1].size // max(channels, 1)
 
 
-def _of_transposed_filters(attrs: Mapping[str, Any], args: list[Any], result: Array) -> int:
+def _conv_transpose_terms(attrs: Mapping[str, Any], args: list[Any], result: Array) -> int:
     filters = args[1]  # (c, oc / groups, kernel...)
     return filters.size // max(filters.shape[1] * attrs["groups"], 1)
 
 
-def _of_attention(attrs: Mapping[str, Any], args: list[Any], result: Array) -> int:
-    """Of a score and of a softmax's."""
+def _attention_terms(attrs: Mapping[str, Any], args: list[Any], result: Array) -> int:
+    """Terms of a score plus terms of a softmax."""
     keys, axes = args[1], attrs["k_axes"]
     length, width = (keys.transpose(axes) if axes else keys).shape[-2:]
     return length + width
 
 
-def _along(attrs: Mapping[str, Any], args: list[Any], result: Array) -> int:
+def _axis_terms(attrs: Mapping[str, Any], args: list[Any], result: Array) -> int:
     return args[0].shape[attrs["axis"]]
 
 
-def _from(attrs: Mapping[str, Any], args: list[Any], result: Array) -> int:
+def _trailing_terms(attrs: Mapping[str, Any], args: list[Any], result: Array) -> int:
     return math.prod(args[0].shape[attrs["axis"] :])
 
 
-def _over_kernel(attrs: Mapping[str, Any], args: list[Any], result: Array) -> int:
+def _pool_terms(attrs: Mapping[str, Any], args: list[Any], result: Array) -> int:
     return math.prod(attrs["kernel"])
 
 
 _RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], Any], int]] = {
-    "conv": _of_filters,
-    "conv_transpose": _of_transposed_filters,
+    "conv": _conv_terms,
+    "conv_transpose": _conv_transpose_terms,
     "einsum": lambda attrs, args, result: Einsum().terms(attrs["equation"], [x.shape for x in args]),
-    "attention": _of_attention,
-    "softmax": _along,
-    "log_softmax": _along,
-    "lp_normalize": _along,
-    "cumsum": _along,
-    "layer_norm": _from,
-    "rms_norm": _from,
+    "attention": _attention_terms,
+    "softmax": _axis_terms,
+    "log_softmax": _axis_terms,
+    "lp_normalize": _axis_terms,
+    "cumsum": _axis_terms,
+    "layer_norm": _trailing_terms,
+    "rms_norm": _trailing_terms,
     "instance_norm": lambda attrs, args, result: math.prod(args[0].shape[2:]),
     "group_norm": lambda attrs, args, result: math.prod(args[0].shape[1:]) // attrs["groups"],
     "mean_variance_normalize": lambda attrs, args, result: math.prod(args[0].shape[axis] for axis in attrs["axes"]),
     "lrn": lambda attrs, args, result: attrs["size"],
-    "avg_pool": _over_kernel,
-    "lp_pool": _over_kernel,
+    "avg_pool": _pool_terms,
+    "lp_pool": _pool_terms,
     "dft": lambda attrs, args, result: max(x.shape[attrs["axis"]] for x in (args[0], result)),
     "stft": lambda attrs, args, result: args[1].size,
 }

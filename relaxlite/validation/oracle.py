@@ -1,19 +1,20 @@
-"""What a module computes, and how far rounding may move each element of it.
+"""Oracle of validation: the results of a module, and how far rounding may move each element.
 
-No fixed tolerance fits every model: sums of thousands of terms, differences of nearly equal numbers and divisions by
-what is left of them differ in the last digits that they have, and a comparison or an argmax that hangs on such a digit
-gives another result altogether. So the bound is measured. The module runs again some times, with every float that goes
-in, and every float that an operator computes, nudged at random by a few units in its last place (Monte Carlo
-arithmetic: Parker, "Monte Carlo Arithmetic", 1997). How far that moves an element is how little it is determined; an
-integer, a shape or a NaN that it changes is not determined at all. An op of several roundings (a norm, a product) gets
-nudged operands too, for the roundings inside; a sum is added up in another order, or moves by the more the more terms
-it has (long_sums.py). What only moves elements (reshape, gather, relu) is not nudged, so that equal elements stay
-equal, nor are whole numbers that no rounding made so: they count something. In some runs of many, numbers move onto a
-grid instead, where those that are nearly equal meet.
+No fixed tolerance fits every model: sums of thousands of terms, differences of nearly equal numbers, and quotients of
+such differences keep few correct digits, and a comparison or an argmax of such numbers may give another result
+altogether. So the tolerance is measured. The module runs several times with every floating input, and every floating
+result of an op, perturbed at random by a few units in its last place (Monte Carlo arithmetic: Parker, "Monte Carlo
+Arithmetic", 1997). The movement of an element is its rounding error; an integer, a shape or a NaN that changes is
+undetermined. An op with several roundings (a norm, a product) also gets perturbed operands, for the roundings inside. A
+sum is computed in another order, or perturbed in proportion to its number of terms (long_sums.py). Data movement
+(reshape, gather, relu) is not perturbed, so that equal elements stay equal. Whole numbers that are exact are not
+perturbed either, as they are counts. In some of many runs, numbers are rounded to a common grid instead, on which
+nearly equal numbers meet.
 
-A nudge brings back no digits that a rounding dropped altogether: erf(-4) in float32 is -1, so that 1 + erf(-4) is 0,
-and a pass that makes one op (gelu) of the chain computes what was lost, rightly. So the module also runs once with
-every intermediate in float64: an op that rounds less often than the chain that it stands for lies between the two.
+A perturbation does not restore digits that a rounding has dropped: erf(-4) in float32 is -1, so that 1 + erf(-4) is 0,
+and a pass that fuses the chain into one op (gelu) correctly computes a nonzero result. So the module also runs once
+with every intermediate in float64: an op with fewer roundings than the chain that it replaces lies between the two
+results.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from relaxlite.validation.rounding import Nudge, Widen
 
 Externs = Mapping[str, Callable[..., Any]]
 
-RUNS = 2
-TIES = 4  # one of so many runs makes equal what is nearly so
+NUM_RUNS = 2
+TIE_INTERVAL = 4  # one run in this many rounds nearly equal numbers to equal ones
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Results, and for each element how far it may be off: 0 for an integer that is determined, else inf."""
+    """Expected results, and the rounding error of each element: inf if undetermined, 0 for determined integers."""
 
     values: tuple[Any, ...]
     spread: tuple[Any, ...]  # float64, of the shapes of `values`
@@ -46,15 +47,18 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The module stops with an error: of its own run-time checks, or (`is_check` false) because the interpreter has no
-    meaning for what it does. As what is expected: nothing is, as other roundings stop the run or change shapes."""
+    """Execution that stopped with an error.
+
+    `is_check`: a run-time check of the module failed; otherwise the interpreter cannot execute the module. As an
+    expectation: other roundings stop the run or change shapes, so that nothing is expected.
+    """
 
     error: Exception
     is_check: bool
 
 
 def flat(result: Any) -> tuple[Any, ...]:
-    """The tensors of a result, those of nested tuples included."""
+    """Flatten a result to its tensors, those of nested tuples included."""
     if isinstance(result, tuple):
         return tuple(leaf for item in result for leaf in flat(item))
     return (np.asarray(result),)
@@ -66,38 +70,48 @@ def spread_of(
     values: tuple[Any, ...],
     externs: Externs,
     seed: int,
-    runs: int = RUNS,
+    runs: int = NUM_RUNS,
     entry: str = "main",
-    is_enough: Callable[[tuple[Any, ...]], bool] = lambda spread: False,
+    is_enough: Callable[[tuple[Any, ...]], bool] = lambda deviations: False,
 ) -> tuple[Any, ...] | Failed:
-    """How far rounding moves each element of `values`, which function `entry` gives for `args`; Failed when it changes
-    shapes or stops the run. `is_enough` ends the runs early: more of them move elements further only."""
-    spread = [np.zeros(v.shape) for v in values]
+    """Measure how far rounding moves each element of `values`, the results of function `entry` for `args`.
+
+    Returns Failed if other roundings change shapes or stop the run. `is_enough` ends the runs early; further runs can
+    only increase the errors.
+    """
+    deviations = [np.zeros(v.shape) for v in values]
     rngs = [np.random.default_rng((seed, run)) for run in range(runs)]
-    changes: list[Nudge | Widen] = [Nudge(rng, module, ties=run % TIES == TIES - 1) for run, rng in enumerate(rngs)]
-    for change in (*changes, Widen()):
-        interpreter = Interpreter(module, externs, around_call=change.call, program_runner=change.run_program)
+    perturbations: list[Nudge | Widen] = [
+        Nudge(rng, module, ties=run % TIE_INTERVAL == TIE_INTERVAL - 1) for run, rng in enumerate(rngs)
+    ]
+    for perturbation in (*perturbations, Widen()):
+        interpreter = Interpreter(
+            module, externs, around_call=perturbation.call, program_runner=perturbation.run_program
+        )
         try:
-            result = flat(interpreter.run(entry, *map(change.value, args)))
+            outputs = flat(interpreter.run(entry, *map(perturbation.value, args)))
         except (RelaxliteError, ValueError, IndexError, ArithmeticError) as error:
             return Failed(error, is_check=False)
-        for k, (got, want) in enumerate(zip(result, values, strict=True)):
+        for k, (got, want) in enumerate(zip(outputs, values, strict=True)):
             if got.shape != want.shape:
                 problem = f"result {k} is of shape {want.shape}, and of {got.shape} if rounded otherwise"
                 return Failed(RelaxliteError(problem), is_check=False)
-        for most, got, want in zip(spread, result, values, strict=True):
-            np.maximum(most, distance(got, want), out=most)
-        if is_enough(tuple(spread)):
+        for deviation, got, want in zip(deviations, outputs, values, strict=True):
+            np.maximum(deviation, distance(got, want), out=deviation)
+        if is_enough(tuple(deviations)):
             break
-    return tuple(spread)
+    return tuple(deviations)
 
 
 def distance(got: Any, want: Any) -> Any:
-    """|got - want| as float64; inf where only one is NaN, where infinities differ, and for integers that differ."""
+    """Absolute difference |got - want| as float64.
+
+    It is inf where only one is NaN, where infinities differ, and for integers that differ.
+    """
     if not dtypes.is_float(str(dtypes.from_numpy(want.dtype))):
         return np.where(got == want, 0.0, np.inf)
     wide_got, wide_want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     with np.errstate(all="ignore"):
-        off = np.abs(wide_got - wide_want)
+        difference = np.abs(wide_got - wide_want)
     same = (wide_got == wide_want) | (np.isnan(wide_got) & np.isnan(wide_want))
-    return np.where(same, 0.0, np.where(np.isnan(off), np.inf, off))
+    return np.where(same, 0.0, np.where(np.isnan(difference), np.inf, difference))

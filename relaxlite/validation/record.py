@@ -1,4 +1,4 @@
-"""A mismatch as files: the modules before and after as text, and the inputs, so that it can be run again."""
+"""Files that reproduce a mismatch: the modules before and after as text, and the inputs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from relaxlite.validation.samples import Sample
 def keep(
     what: str, sample: Sample, problem: str, before: IRModule, after: IRModule | None, folder: str | None = None
 ) -> str:
-    """Write NAME.before.py, NAME.after.py and NAME.npz; gives the path of the first.
+    """Write NAME.before.py, NAME.after.py and NAME.npz; returns the path of the first file.
 
-    `folder`: the knob dump_dir by default, else the system's folder for temporary files.
+    `folder`: by default the knob dump_dir, else the system's folder for temporary files.
     """
     place = Path(folder or config.get("dump_dir") or tempfile.gettempdir())
     place.mkdir(parents=True, exist_ok=True)
@@ -36,8 +36,11 @@ def keep(
 
 
 def open_record(path: str) -> tuple[str, IRModule, IRModule | None, tuple[Any, ...]]:
-    """What `keep` wrote: what failed ("pass fuse_ops", or "pass fuse_ops in fill"), the modules before and after, and
-    the arguments."""
+    """Read the files of `keep`.
+
+    Returns the failed check ("pass fuse_ops", or "pass fuse_ops in fill"), the modules before and after, and the
+    arguments.
+    """
     first = Path(path)
     stem = first.name.removesuffix(".before.py")
     text, after = first.read_text(), first.with_name(f"{stem}.after.py")
@@ -47,7 +50,7 @@ def open_record(path: str) -> tuple[str, IRModule, IRModule | None, tuple[Any, .
 
 
 def save_arrays(path: Path, args: tuple[Any, ...]) -> None:
-    """Arrays, and tuples of integers, in a file of NumPy's; bfloat16 as its bits."""
+    """Save arrays, and tuples of integers, in a NumPy .npz file; bfloat16 as uint16 bits."""
     content: dict[str, Any] = {}
     for k, value in enumerate(args):
         array = np.asarray(value)
@@ -57,6 +60,7 @@ def save_arrays(path: Path, args: tuple[Any, ...]) -> None:
 
 
 def load_arrays(path: Path) -> tuple[Any, ...]:
+    """Load the arrays of `save_arrays`."""
     with np.load(path) as content:
         named = [(int(key.partition("_")[0]), key.partition("_")[2], content[key]) for key in content.files]
     ordered = sorted(named, key=lambda item: item[0])

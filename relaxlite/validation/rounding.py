@@ -1,7 +1,7 @@
-"""Other roundings than those that a module spells out: what `oracle.py` measures the effect of.
+"""Execution with other roundings: perturbed floats, or float64 intermediates. oracle.py measures the effect on results.
 
-Each class is a way to run a module in the interpreter: `value` changes what goes in, `call` what an op gives, and
-`run_program` runs tensor programs.
+Each class configures a run of the interpreter: `value` changes arguments, `call` results of ops, and `run_program` runs
+tensor programs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from relaxlite.ir.types import TensorType, Type
 from relaxlite.validation.long_sums import terms_of_sums
 from relaxlite.validation.running import run_program
 
-NUDGE = {"float16": 1.0, "bfloat16": 1.0, "float32": 4.0, "float64": 4.0}  # units in the last place
+PERTURBATION_ULPS = {"float16": 1.0, "bfloat16": 1.0, "float32": 4.0, "float64": 4.0}  # units in the last place
 NARROW = ("float16", "bfloat16", "float32")
 _ROUNDED_ONCE = frozenset((
     "add", "subtract", "multiply", "divide", "sqrt", "cast", "fmod", "floor", "ceil", "round", "sign",
@@ -37,38 +37,40 @@ _EXACT: Mapping[str, Callable[..., Any]] = {
     "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "divide": np.divide, "cast": np.positive,
     "floor": np.floor, "ceil": np.ceil, "round": np.rint, "sign": np.sign,
 }  # fmt: skip
-_TERMS_OF_TOTALS: Mapping[str, Callable[[Any], Any]] = {
+_SUMMED_ARGS: Mapping[str, Callable[[Any], Any]] = {
     "sum": lambda args: args[:1], "cumsum": lambda args: args[:1], "arange": lambda args: args[:2],
 }  # fmt: skip
-_RELATIVE = frozenset(("dynamic_quantize_linear",))  # the scale: of a difference of numbers of two signs, divided once
-_UNCOUNTED = 1 << 24  # from here on float32 leaves out whole numbers
+_RELATIVE_ERROR = frozenset(("dynamic_quantize_linear",))  # the scale has a relative error only
+_MAX_COUNT = 1 << 24  # from here on float32 cannot represent all whole numbers
 _TERMS: Mapping[str, Callable[[Any], Any]] = {
     "sum": np.positive, "mean": np.positive, "log_sum": np.positive, "l1_norm": np.abs, "sum_square": np.square,
     "l2_norm": np.square, "log_sum_exp": lambda rows: np.exp(rows - _finite_top(rows)),
 }  # fmt: skip
-_OF_TOTAL: Mapping[str, Callable[[Any, Any], Any]] = {
+_FROM_TOTAL: Mapping[str, Callable[[Any, Any], Any]] = {
     "mean": lambda total, rows: total / total.dtype.type(rows.shape[1]), "log_sum": lambda total, rows: np.log(total),
     "l2_norm": lambda total, rows: np.sqrt(total),
     "log_sum_exp": lambda total, rows: np.log(total) + _finite_top(rows)[:, 0],
 }  # fmt: skip
 
-_UNITS_PER_TERM = 1 / 16  # of a sum in an order that is the compiler's: what some equal terms take (measured)
-_MOVES = frozenset(("gather", "reshape", "transpose"))  # elements of whole weights: not looked at one by one
-_SOME = 8
-_BETWEEN = frozenset(("resize", "grid_sample", "roi_align"))  # elements: which ones, a rounding of the place decides
+_ULPS_PER_TERM = 1 / 16  # of a sum in unspecified order (docs/measurements/passb.md)
+_DATA_MOVEMENT = frozenset(("gather", "reshape", "transpose"))  # not compared: may move large weights
+_NUM_CHECKED = 8
+_INTERPOLATIONS = frozenset(("resize", "grid_sample", "roi_align"))  # rounding of a coordinate selects elements
 
 
 def epsilon(dtype: str) -> float:
+    """Unit in the last place of 1.0."""
     return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}[dtype]
 
 
 class Nudge:
-    """Moves floats by a few units in their last place, and adds up one term after another, where NumPy adds in pairs:
-    of equal terms, all roundings of a running sum are in one direction.
+    """Random perturbation of floats by a few units in the last place, and sums in sequential order.
 
-    `ties`: moves them onto a grid so wide instead, so that what is equal but for rounding becomes equal. Moved each on
-    its own, two numbers near 0 hardly ever meet, of which the terms are near 1; and yet they may be equal in another
-    order of the terms, and then `unique` finds one number less.
+    NumPy sums pairwise; in a running sum of equal terms all roundings go in the same direction.
+
+    `ties`: round floats to a wide grid instead, so that numbers that are equal except for rounding become equal.
+    Independent perturbations of two numbers near 0 whose terms are near 1 hardly ever coincide; yet the numbers may be
+    equal in another order of the terms, and `unique` then finds one number less.
     """
 
     run_program = staticmethod(run_program)
@@ -77,76 +79,91 @@ class Nudge:
         self._rng, self._module, self._ties = rng, module, ties
 
     def call(self, call: Call, args: list[Any], run: Callable[[list[Any]], Any]) -> Any:
-        if self._ties and isinstance(call.callee, Op) and call.callee.name in _BETWEEN:
+        """Run a call with perturbed operands and perturb its result."""
+        if self._ties and isinstance(call.callee, Op) and call.callee.name in _INTERPOLATIONS:
             args = [_nan_around(args[0]), *args[1:]]
         result = run(args)
         if isinstance(call.callee, GlobalVar) and isinstance(self._module[call.callee.name], Function):
-            return result  # of ops that are nudged one by one
+            return result  # the ops of the function are perturbed one by one
         if not any(map(_float_dtype, result if isinstance(result, tuple) else (result,))):
             return result
         name = call.callee.name if isinstance(call.callee, Op) else ""
-        nudged = [self.value(arg) for arg in args]
-        if name == "power":  # negative numbers have none with exponents that are not whole
-            nudged[1] = np.where(np.rint(args[1]) == args[1], args[1], nudged[1])
-        moved = _added_one_by_one(call, nudged, run(nudged))
-        if name in _MOVES or (not _adds(call, args, result) and _only_moves(nudged, moved)):
+        perturbed_args = [self.value(arg) for arg in args]
+        if name == "power":  # undefined for negative bases with exponents that are not whole
+            perturbed_args[1] = np.where(np.rint(args[1]) == args[1], args[1], perturbed_args[1])
+        perturbed = _sum_in_order(call, perturbed_args, run(perturbed_args))
+        if name in _DATA_MOVEMENT or (
+            not _sums_terms(call, args, result) and _only_moves_data(perturbed_args, perturbed)
+        ):
             return result
         results = result if isinstance(result, tuple) else (result,)
-        floor = 0.0 if name in _RELATIVE else _magnitude([*args, *results])
-        scale = 1 + _UNITS_PER_TERM * terms_of_sums(call, args, result)
+        floor = 0.0 if name in _RELATIVE_ERROR else _magnitude([*args, *results])
+        scale = 1 + _ULPS_PER_TERM * terms_of_sums(call, args, result)
         if name in _ROUNDED_ONCE:
-            counts = _is_count(name, args, result, is_close=self._ties)
-            changed = self._moved(result, floor if self._ties else 0.0)
-            return np.where(counts, np.where(result == 0, np.copysign(result, changed), result), changed)
-        if name in _TERMS_OF_TOTALS and _adds_counts(_TERMS_OF_TOTALS[name](args), result):
-            return np.where(result == 0, np.copysign(result, self._moved(moved, floor, scale)), result)
+            is_count = _exact_counts(name, args, result, is_close=self._ties)
+            changed_result = self._perturb(result, floor if self._ties else 0.0)
+            return np.where(
+                is_count, np.where(result == 0, np.copysign(result, changed_result), result), changed_result
+            )
+        if name in _SUMMED_ARGS and _adds_counts(_SUMMED_ARGS[name](args), result):
+            return np.where(result == 0, np.copysign(result, self._perturb(perturbed, floor, scale)), result)
         if not isinstance(result, tuple):
-            return self._moved(moved, floor, scale)
-        return tuple(self._moved(m, floor, scale) if _float_dtype(r) else r for m, r in zip(moved, result, strict=True))
+            return self._perturb(perturbed, floor, scale)
+        return tuple(
+            self._perturb(m, floor, scale) if _float_dtype(r) else r for m, r in zip(perturbed, result, strict=True)
+        )
 
     def value(self, value: Any) -> Any:
-        """A floating argument, relative to itself."""
+        """Perturb a floating argument, relative to its own magnitude."""
         if isinstance(value, tuple):
             return tuple(map(self.value, value))
-        return value if _float_dtype(value) is None else self._moved(value, 0.0)
+        return value if _float_dtype(value) is None else self._perturb(value, 0.0)
 
-    def _moved(self, value: Any, floor: float, scale: float = 1.0) -> Any:
-        """`scale`: by so many times the usual. `floor`: what a unit in the last place is at least relative to, as
-        approximations have absolute errors. What is less than such a unit may also come out as 0, as 1 + erf(-6) does:
-        no nudge would hit it by chance."""
+    def _perturb(self, value: Any, floor: float, scale: float = 1.0) -> Any:
+        """Perturb numbers.
+
+        `scale` multiplies the perturbation. `floor` is the least magnitude to which the perturbation is relative, as
+        approximations have absolute errors. A number below one such unit may also become 0, as 1 + erf(-6) does; a
+        perturbation would hit 0 only by chance.
+        """
         dtype = dtypes.from_numpy(value.dtype) or ""
         wide = np.asarray(value, np.float64)
-        unit = NUDGE[dtype] * epsilon(dtype) * np.maximum(scale * np.abs(wide), floor)
+        unit = PERTURBATION_ULPS[dtype] * epsilon(dtype) * np.maximum(scale * np.abs(wide), floor)
         with np.errstate(all="ignore"):
-            moved = self._on_grid(wide, unit) if self._ties else wide + unit * self._rng.uniform(-1, 1, wide.shape)
-            moved = np.where(np.isfinite(wide), moved, wide)
+            perturbed = self._on_grid(wide, unit) if self._ties else wide + unit * self._rng.uniform(-1, 1, wide.shape)
+            perturbed = np.where(np.isfinite(wide), perturbed, wide)
             if floor > 0:
                 is_lost = (np.abs(wide) < unit) & (self._rng.random(wide.shape) < 0.5)
-                moved = np.where(is_lost, np.copysign(0.0, moved), moved)
-            moved = np.where((wide == 0) & (floor == 0) & (self._rng.random(wide.shape) < 0.5), -wide, moved)
-            return moved.astype(value.dtype)
+                perturbed = np.where(is_lost, np.copysign(0.0, perturbed), perturbed)
+            perturbed = np.where((wide == 0) & (floor == 0) & (self._rng.random(wide.shape) < 0.5), -wide, perturbed)
+            return perturbed.astype(value.dtype)
 
     def _on_grid(self, wide: Any, unit: Any) -> Any:
-        step = np.exp2(np.ceil(np.log2(unit)))  # the same for all numbers of a binade
-        begin = step * self._rng.uniform()
-        return np.where(step > 0, np.round((wide - begin) / step) * step + begin, wide)
+        step = np.exp2(np.ceil(np.log2(unit)))  # equal within a binade
+        origin = step * self._rng.uniform()
+        return np.where(step > 0, np.round((wide - origin) / step) * step + origin, wide)
 
 
 class Widen:
-    """Keeps what ops and programs compute in float64. The interpreter, which checks types, sees it rounded; the op
-    `cast` does round."""
+    """Execution with float64 intermediates.
+
+    The interpreter, which checks types, sees rounded values; the op `cast` does round.
+    """
 
     def __init__(self) -> None:
-        self._wide: dict[int, tuple[Any, Any]] = {}  # (rounded, wide) by the id of `rounded`, which stays alive with it
+        self._wide: dict[
+            int, tuple[Any, Any]
+        ] = {}  # id of the rounded value -> (rounded, wide); the entry keeps the id alive
 
     def call(self, call: Call, args: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        """Run a call on float64 operands."""
         if not isinstance(call.callee, Op):
             return run(args)
-        result = run([self._widened(arg) for arg in args])
+        result = run([self._to_wide(arg) for arg in args])
         if not isinstance(result, tuple):
-            return self._rounded(result, call.ty)
+            return self._to_narrow(result, call.ty)
         types = result_types(call.ty)
-        return tuple(map(self._rounded, result, types)) if len(types) == len(result) else result
+        return tuple(map(self._to_narrow, result, types)) if len(types) == len(result) else result
 
     def run_program(
         self,
@@ -156,25 +173,27 @@ class Widen:
         outputs: Sequence[Any] | None = None,
         name: str = "program",
     ) -> list[Any]:
-        if outputs is not None:  # memory of a dtype
+        """Run a tensor program in float64."""
+        if outputs is not None:  # memory has a fixed dtype
             return run_program(program, inputs, symbols, outputs, name)
-        result = run_program(_widened_program(program), [self._widened(x) for x in inputs], symbols, None, name)
+        result = run_program(_widened_program(program), [self._to_wide(x) for x in inputs], symbols, None, name)
         types = [TensorType.of(b.shape, b.dtype) for b in program.outputs]
-        return list(map(self._rounded, result, types))
+        return list(map(self._to_narrow, result, types))
 
     def value(self, value: Any) -> Any:
+        """Arguments stay as they are."""
         return value
 
-    def _widened(self, value: Any) -> Any:
+    def _to_wide(self, value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(self._widened, value))
+            return tuple(map(self._to_wide, value))
         if _float_dtype(value) is None:
             return value
-        known = self._wide.get(id(value))
-        return value.astype(np.float64) if known is None else known[1]
+        entry = self._wide.get(id(value))
+        return value.astype(np.float64) if entry is None else entry[1]
 
-    def _rounded(self, wide: Any, ty: Type) -> Any:
-        """`wide` as the dtype that the module gives it."""
+    def _to_narrow(self, wide: Any, ty: Type) -> Any:
+        """Round to the dtype of the module, and remember the float64 value."""
         dtype = _float_dtype(wide)
         if dtype is None or not isinstance(ty, TensorType) or ty.dtype == dtype:
             return wide
@@ -189,31 +208,32 @@ def _float_dtype(value: Any) -> str | None:
     return dtype if dtype is not None and dtypes.is_float(dtype) else None
 
 
-def _is_count(name: str, args: Sequence[Any], result: Any, *, is_close: bool) -> Any:
-    """Where a float is a whole number that no rounding made so, as sizes and numbers of steps are: a nudge would make
-    500 of 501 where they are cast to integers. `is_close`: sums of fractions are none, which others may be equal to but
-    for the rounding of their terms."""
+def _exact_counts(name: str, args: Sequence[Any], result: Any, *, is_close: bool) -> Any:
+    """Mask of floats that are exact whole numbers, such as sizes and numbers of steps.
+
+    A perturbation of 501 could give 500 when cast to an integer. `is_close`: sums of fractions are excluded, as other
+    sums may equal them except for rounding.
+    """
     if name not in _EXACT:
         return np.zeros((), bool)
     number, *terms = (np.asarray(value, np.float64) for value in (result, *args))
     with np.errstate(all="ignore"):
-        found = (np.abs(number) < _UNCOUNTED) & (np.rint(number) == number)
-        found &= _EXACT[name](*terms) == number
+        is_count = (np.abs(number) < _MAX_COUNT) & (np.rint(number) == number)
+        is_count &= _EXACT[name](*terms) == number
         if len(terms) > 1 and (result.dtype == np.float64 or (is_close and name in ("add", "subtract"))):
-            found &= np.logical_and.reduce([np.rint(x) == x for x in np.broadcast_arrays(*terms)])
-    return found
+            is_count &= np.logical_and.reduce([np.rint(x) == x for x in np.broadcast_arrays(*terms)])
+    return is_count
 
 
 def _adds_counts(terms: Sequence[Any], total: Any) -> bool:
-    """Whether no order of adding up such terms rounds: all are whole, and no sum of some is so large as to be left
-    out."""
-    limit = min(2 / epsilon(_float_dtype(total) or "float64"), _UNCOUNTED)
+    """Whether every order of summation is exact: all terms are whole, and no partial sum exceeds the exact range."""
+    limit = min(2 / epsilon(_float_dtype(total) or "float64"), _MAX_COUNT)
     wide = [np.abs(np.asarray(x, np.float64)) for x in (*terms, total)]
     return max(wide[0].sum(), wide[-1].max(initial=0)) < limit and all((np.rint(x) == x).all() for x in wide)
 
 
 def _magnitude(values: Sequence[Any]) -> float:
-    """The largest finite magnitude of the floats, up to 1."""
+    """The largest finite magnitude of the floats, at most 1."""
     result = 0.0
     for value in values:
         if _float_dtype(value) is not None:
@@ -222,24 +242,26 @@ def _magnitude(values: Sequence[Any]) -> float:
     return min(result, 1.0)
 
 
-def _only_moves(args: Sequence[Any], result: Any) -> bool:
-    """Whether each element is one of the operands', 0 or 1, perhaps negated."""
+def _only_moves_data(args: Sequence[Any], result: Any) -> bool:
+    """Whether each element is an element of an operand, 0 or 1, up to its sign."""
     if isinstance(result, tuple):
-        return all(_only_moves(args, item) for item in result)
+        return all(_only_moves_data(args, item) for item in result)
     if _float_dtype(result) is None or not result.size:
         return True
-    same = [
+    operands = [
         np.asarray(a, np.float64).reshape(-1) for a in args if isinstance(a, np.ndarray) and a.dtype == result.dtype
     ]
-    known = np.abs(np.concatenate([*same, np.array([0.0, 1.0])]))
+    operand_magnitudes = np.abs(np.concatenate([*operands, np.array([0.0, 1.0])]))
     magnitudes = np.abs(np.asarray(result, np.float64))
     magnitudes = magnitudes[~np.isnan(magnitudes)]
-    some = magnitudes[:: max(magnitudes.size // _SOME, 1)]  # of most results, the first of these says no
-    return all((known == one).any() for one in some) and bool(np.isin(magnitudes, known).all())
+    checked = magnitudes[:: max(magnitudes.size // _NUM_CHECKED, 1)]  # mostly decides early
+    return all((operand_magnitudes == element).any() for element in checked) and bool(
+        np.isin(magnitudes, operand_magnitudes).all()
+    )
 
 
-def _added_one_by_one(call: Call, args: list[Any], result: Any) -> Any:
-    """A sum of many terms in the plainest order; `result` for anything else."""
+def _sum_in_order(call: Call, args: list[Any], result: Any) -> Any:
+    """A sum of many terms in sequential order; `result` for other ops."""
     name = call.callee.name if isinstance(call.callee, Op) else ""
     if (name != "matmul" and name not in _TERMS) or _float_dtype(result) is None or result.size == 0:
         return result
@@ -253,39 +275,42 @@ def _added_one_by_one(call: Call, args: list[Any], result: Any) -> Any:
         over = tuple(axis % x.ndim for axis in axes) if isinstance(axes, tuple) else tuple(range(x.ndim))
         rows = np.moveaxis(x, over, range(x.ndim - len(over), x.ndim)).reshape(result.size, -1)
         total = np.add.accumulate(_TERMS[name](rows), axis=1)[:, -1]
-        total = _OF_TOTAL[name](total, rows) if name in _OF_TOTAL else total
+        total = _FROM_TOTAL[name](total, rows) if name in _FROM_TOTAL else total
         return total.reshape(result.shape).astype(result.dtype)
 
 
 def _finite_top(rows: Any) -> Any:
-    """The largest of each row [rows, 1], 0 where that is infinite."""
+    """Maximum of each row, of shape [rows, 1]; 0 where the maximum is infinite."""
     top = rows.max(axis=1, keepdims=True)
     return np.where(np.isinf(top), rows.dtype.type(0), top)
 
 
 def _nan_around(value: Any) -> Any:
-    """NaN also where a neighbour is no finite number: 0 times it is NaN, and to leave it out is not."""
+    """Replace neighbours of non-finite numbers by NaN.
+
+    Interpolation may multiply a non-finite number by 0 (NaN) or skip it.
+    """
     if _float_dtype(value) is None or np.isfinite(value).all():
         return value
-    wrong = ~np.isfinite(value)
+    is_nonfinite = ~np.isfinite(value)
     for axis in range(value.ndim):
-        at = (slice(None),) * axis
-        first, last = (*at, slice(None, -1)), (*at, slice(1, None))
-        before, after = wrong.copy(), wrong.copy()
-        before[last] |= wrong[first]
-        after[first] |= wrong[last]
-        wrong = before | after
-    return np.where(wrong, value.dtype.type(np.nan), value)
+        leading = (slice(None),) * axis
+        first, last = (*leading, slice(None, -1)), (*leading, slice(1, None))
+        before, after = is_nonfinite.copy(), is_nonfinite.copy()
+        before[last] |= is_nonfinite[first]
+        after[first] |= is_nonfinite[last]
+        is_nonfinite = before | after
+    return np.where(is_nonfinite, value.dtype.type(np.nan), value)
 
 
-def _adds(call: Call, args: list[Any], result: Any) -> bool:
-    """Whether the op adds several terms: the mean of equal numbers may be one of them, and yet it was rounded."""
+def _sums_terms(call: Call, args: list[Any], result: Any) -> bool:
+    """Whether the op sums several terms: the mean of equal numbers may equal one of them, and is still rounded."""
     name = call.callee.name if isinstance(call.callee, Op) else ""
     return name in _TERMS and isinstance(result, np.ndarray) and args[0].size > result.size > 0
 
 
 def _running_product(a: Any, b: Any) -> Any:
-    """a @ b of dimensions (..., m, k) and (..., k, n); a vector is a matrix of one row, or one column."""
+    """a @ b of shapes (..., m, k) and (..., k, n), summed in order of k; a vector is a matrix of one row or column."""
     a, b = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     total = a[..., 0, None] * b[..., 0, None, :]  # (..., m, n)
     for k in range(1, a.shape[-1]):
@@ -294,7 +319,7 @@ def _running_product(a: Any, b: Any) -> Any:
 
 
 class _WidenProgram(ProgramRewriter):
-    """Every float of a program in float64."""
+    """Replace every float dtype of a program by float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +334,7 @@ class _WidenProgram(ProgramRewriter):
         value = super().value(value)
         if isinstance(value, Intrinsic) and value.name == ROUNDED:
             return value.args[0]
-        if isinstance(value, Intrinsic) and INTRINSICS[value.name].result is not None:  # of just these dtypes
+        if isinstance(value, Intrinsic) and INTRINSICS[value.name].result is not None:  # defined for these dtypes only
             args = zip(value.args, INTRINSICS[value.name].args, strict=True)
             result = replace(value, args=tuple(x if x.dtype == dtype else Cast(x, str(dtype)) for x, dtype in args))
             return Cast(result, "float64") if value.dtype in NARROW else result

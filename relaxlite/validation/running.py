@@ -1,8 +1,8 @@
-"""Tensor programs run for validation: few steps by the interpreter, many by machine code that is as careful.
+"""Execution of tensor programs for validation: few steps by the interpreter, many by bounds-checked machine code.
 
-Both take a program at its word, one element after the other, and find accesses that lie outside of a buffer; the
-machine code (codegen/llvm/guarded.py) knows nothing of schedules, so that what these do is compared with what they
-stand for. Vectorized code, and what LLVM makes of it, is checked at last, when the compiled model runs.
+Both execute a program literally, one element after the other, and detect accesses outside of a buffer. The machine code
+(codegen/llvm/guarded.py) ignores schedules, so that schedules are compared with their meaning. Vectorized code, and
+LLVM's optimizations, are checked at the end, by running the compiled model.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 from relaxlite.runtime.native import NativeLibrary, load_objects
 from relaxlite.target import Target
 
-MAX_STEPS = 20_000  # that the interpreter takes: it needs some microseconds for each, machine code 50 ms once
-MAX_UNOPTIMIZED_STEPS = 100_000_000  # some 0.1 s; LLVM's optimizer and code generator take seconds for large programs
+MAX_STEPS = 20_000  # of the interpreter, at some microseconds each; machine code takes 50 ms to compile
+MAX_UNOPTIMIZED_STEPS = 100_000_000  # some 0.1 s; optimizing a large program takes seconds
 _SYMBOL = "program"
 _Kernel = Callable[[Any, Any], int]
 
@@ -41,7 +41,7 @@ def run_program(
     outputs: Sequence[Any] | None = None,
     name: str = "program",
 ) -> list[Any]:
-    """What `interpreter.run_program` does, of the same arguments and with the same errors."""
+    """Run a tensor program; the same arguments, results and errors as `interpreter.run_program`."""
     values = interpreter.program_symbols(program, inputs, symbols)
     steps = _steps(program.body, values)
     if steps <= MAX_STEPS:
@@ -58,14 +58,15 @@ def run_program(
         raise OutOfMemoryError(f"{name}: there is no memory for what it allocates")
     if status:
         raise ExecutionError(checks[status - 1] if status > 0 else f"{name}: a size does not fit into 64 bits")
-    for array, given in zip(arrays[len(inputs) :], result, strict=True):
-        if array is not given:
-            given[...] = array
+    for array, output in zip(arrays[len(inputs) :], result, strict=True):
+        if array is not output:
+            output[...] = array
     return list(result)
 
 
 @functools.lru_cache(maxsize=512)
 def _compiled(program: TensorProgram, is_optimized: bool) -> tuple[_Kernel, tuple[str, ...], NativeLibrary]:
+    """Compile a program with bounds checks. Returns the kernel, its error messages, and the library to keep alive."""
     target = Target.host()
     text = emit_kernel("program", program, target, _SYMBOL, is_guarded=True)
     library = load_objects([machine_code.to_object(text.text, target, optimize=is_optimized)])
@@ -74,13 +75,13 @@ def _compiled(program: TensorProgram, is_optimized: bool) -> tuple[_Kernel, tupl
 
 
 def _steps(stmt: Stmt, values: Mapping[SymVar, int]) -> int:
-    """About how many values a run computes; loops of which data say how long they are count once."""
+    """Estimate the number of values that a run computes; loops of data-dependent extent count once."""
     if isinstance(stmt, Seq):
         return sum(_steps(part, values) for part in stmt.stmts)
     if isinstance(stmt, For):
         extent = _value(stmt.extent, values)
         extent = 1 if extent is None else max(extent, 0)
-        return extent * _steps(stmt.body, {**values, stmt.var: extent // 2})  # an inner loop may depend on it
+        return extent * _steps(stmt.body, {**values, stmt.var: extent // 2})  # inner extents may depend on the variable
     if isinstance(stmt, LetIndex):
         value = _value(stmt.value.index, values) if isinstance(stmt.value, IndexValue) else None
         return _steps(stmt.body, values if value is None else {**values, stmt.var: value})
@@ -94,20 +95,22 @@ def _steps(stmt: Stmt, values: Mapping[SymVar, int]) -> int:
 def _value(expr: SymExpr, values: Mapping[SymVar, int]) -> int | None:
     try:
         return evaluate(expr, values)
-    except (KeyError, ZeroDivisionError):  # a number that a program reads from its data; where nothing runs
+    except (KeyError, ZeroDivisionError):  # data-dependent, or in code that never runs
         return None
 
 
 class Remembering:
-    """`run_program` that knows what it ran before: most passes leave most programs, and what they are given, alone.
+    """Cache of `run_program` by program, symbols and inputs.
 
-    Results stay up to `limit` bytes. Programs that are given the memory for their results may read what is there, and
-    those that update an operand leave more than results: they run each time.
+    Most passes leave most programs and their inputs unchanged.
+
+    Results are cached up to `limit` bytes. Programs that update operands, or get memory for results, which they may
+    read, run each time.
     """
 
     def __init__(self, limit: int = 1 << 29) -> None:
         self._limit, self._bytes = limit, 0
-        self._known: OrderedDict[tuple[Any, ...], tuple[TensorProgram, list[Any]]] = OrderedDict()
+        self._results: OrderedDict[tuple[Any, ...], tuple[TensorProgram, list[Any]]] = OrderedDict()
 
     def __call__(
         self,
@@ -121,21 +124,21 @@ class Remembering:
             return run_program(program, inputs, symbols, outputs, name)
         values = interpreter.program_symbols(program, inputs, symbols)
         key = (id(program), *(values[s] for s in program.symbols), *map(_digest, inputs))
-        known = self._known.get(key)
-        if known is None:
-            known = program, run_program(program, inputs, values, None, name)
-            self._known[key] = known
-            self._bytes += sum(array.nbytes for array in known[1])
+        entry = self._results.get(key)
+        if entry is None:
+            entry = program, run_program(program, inputs, values, None, name)
+            self._results[key] = entry
+            self._bytes += sum(array.nbytes for array in entry[1])
             while self._bytes > self._limit:
-                _, (_, dropped) = self._known.popitem(last=False)
-                self._bytes -= sum(array.nbytes for array in dropped)
+                _, (_, evicted) = self._results.popitem(last=False)
+                self._bytes -= sum(array.nbytes for array in evicted)
         else:
-            self._known.move_to_end(key)
-        return [array.copy() for array in known[1]]
+            self._results.move_to_end(key)
+        return [array.copy() for array in entry[1]]
 
 
 def _digest(array: Any) -> tuple[Any, ...]:
-    """Stands for an array."""
+    """Hashable key of an array."""
     content = np.ascontiguousarray(array)
     return (
         array.shape,

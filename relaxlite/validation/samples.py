@@ -1,4 +1,4 @@
-"""Values of symbols, and random inputs of the sizes that they give."""
+"""Sampled sizes for symbols, and random inputs of these sizes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from relaxlite.records import dataclass
 Symbols = dict[SymVar, int]
 
 STYLES = ("least", "one", "odd", "larger", "same", "mixed")
-MORE_STYLES = ("aligned", "larger aligned", "long")  # for networks that halve pictures and add halves, or take sound
-MAX_ELEMENTS = 1 << 22  # of one input: what symbols of no bound multiply to stays below
+MORE_STYLES = ("aligned", "larger aligned", "long")  # for networks that downsample images, or process audio
+MAX_ELEMENTS = 1 << 22  # of one input; limits unbounded symbols
 _ALIGNED, _LONG = 32, 2048
 _ODD = (3, 7, 5, 9, 11)
 _LARGER = (17, 19, 33, 16, 21)
@@ -27,7 +27,7 @@ _LARGER = (17, 19, 33, 16, 21)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Arguments of a function, and the sizes that they have."""
+    """Arguments of a function, and the sizes of their symbols."""
 
     symbols: Symbols
     args: tuple[Any, ...]
@@ -37,7 +37,7 @@ class Sample:
 
 
 def symbol_values(function: Function, rng: random.Random, styles: Sequence[str] = STYLES) -> Iterator[Symbols]:
-    """One assignment for each style that keeps bounds, divisors, and every dimension of every parameter >= 0."""
+    """One assignment per style, legal for bounds and divisors, with every dimension of every parameter >= 0."""
     symbols = [s for p in function.params for s in defined_symbols(p.ty)]
     seen: list[Symbols] = []
     for style in styles:
@@ -54,7 +54,7 @@ def symbol_values(function: Function, rng: random.Random, styles: Sequence[str] 
 
 
 def _value(symbol: SymVar, style: str, position: int, rng: random.Random) -> int:
-    wanted = {
+    target = {
         "least": 0,
         "one": 1,
         "odd": _ODD[position % len(_ODD)],
@@ -65,18 +65,19 @@ def _value(symbol: SymVar, style: str, position: int, rng: random.Random) -> int
         "long": _LONG if position else 1,
         "mixed": rng.choice((0, 1, 1, 2, 3, 4, 5, 7, 8, 13, 17)),
     }[style]
-    return nearest_value(symbol, wanted)
+    return nearest_value(symbol, target)
 
 
 def nearest_value(symbol: SymVar, wanted: int) -> int:
-    """The value next to `wanted`, rather above it, that the symbol may have."""
-    step = symbol.divisor
-    least = max(symbol.lower if symbol.lower is not None else 0, 0)
-    value = -(-max(wanted, least) // step) * step
-    return value if symbol.upper is None else min(value, symbol.upper // step * step)
+    """The legal value of a symbol that is nearest to `wanted`, preferably above it."""
+    divisor = symbol.divisor
+    lower = max(symbol.lower if symbol.lower is not None else 0, 0)
+    value = -(-max(wanted, lower) // divisor) * divisor
+    return value if symbol.upper is None else min(value, symbol.upper // divisor * divisor)
 
 
 def _fits(ty: Type, values: Symbols) -> bool:
+    """Whether all dimensions are defined and not negative, and the inputs are of moderate size."""
     if any(s not in values for s in type_symbols(ty)):
         raise InvalidArgumentError(f"no parameter of the function binds the symbols of {ty}")
     if isinstance(ty, TupleType):
@@ -89,7 +90,10 @@ def _fits(ty: Type, values: Symbols) -> bool:
 
 
 def draw_sample(function: Function, values: Symbols, rng: np.random.Generator, integers: int = 10) -> Sample:
-    """Random arguments: normal numbers, integers of magnitude below `integers` (none negative when it is below 3)."""
+    """Draw random arguments: normal numbers, and integers below `integers` in magnitude.
+
+    Integers are not negative if `integers` is below 3.
+    """
     return Sample(values, tuple(_draw(p.ty, values, rng, integers) for p in function.params))
 
 
@@ -104,11 +108,12 @@ def _draw(ty: Type, values: Symbols, rng: np.random.Generator, integers: int) ->
 
 
 def draw_array(shape: tuple[int, ...], dtype: str, rng: np.random.Generator, integers: int = 10) -> Any:
-    drawn: Any
+    """Draw a random array as `draw_sample` does."""
+    array: Any
     if dtype == "bool":
-        drawn = rng.random(shape) < 0.5
+        array = rng.random(shape) < 0.5
     elif dtypes.is_integer(dtype):
-        drawn = rng.integers(1 - integers if dtypes.is_signed(dtype) and integers > 2 else 0, integers, shape)
+        array = rng.integers(1 - integers if dtypes.is_signed(dtype) and integers > 2 else 0, integers, shape)
     else:
-        drawn = rng.standard_normal(shape)
-    return np.asarray(drawn).astype(dtypes.to_numpy(dtype))
+        array = rng.standard_normal(shape)
+    return np.asarray(array).astype(dtypes.to_numpy(dtype))

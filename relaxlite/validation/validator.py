@@ -1,7 +1,7 @@
-"""The check of each pass: what the module computes after it is what the module computed before.
+"""Validation of each pass: the module computes the same before and after it.
 
-The interpreter says what a module computes, at sizes that keep the bounds and divisors of the symbols, 0 and 1 among
-them. A run-time check that fails must fail on both sides; one in code that nothing uses may go with that code.
+The interpreter executes the module at sizes within the bounds and divisors of the symbols, 0 and 1 among them. A
+run-time check that fails must fail on both sides; a check in dead code may disappear with it.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from relaxlite.validation.samples import MORE_STYLES, STYLES, Sample, Symbols, d
 
 ENTRY = "main"
 MAGNITUDES = (10, 3, 2)  # of random integers
-MAX_SECONDS = 4.0  # of one run of the module: larger sizes are left out, as each pass would take minutes for them
-SURE_RUNS = 24  # more runs of the oracle before a difference is believed
+MAX_SECONDS = 4.0  # per run of the module; larger sizes would take minutes per pass and are skipped
+SURE_RUNS = 24  # runs of the oracle that confirm a difference
 
-_WAYS_OUT = (
+_HINT = (
     "validation compares hardly anything; give example inputs, `validate=[(array, ...)]` or `--validate --input "
     "NAME=FILE`, or bounds that the model needs"
 )
-_CHECK_OF_ELEMENTS = re.compile(r"index -?\d* ?is out of (range|bounds) for axis|lies outside of")
-_CHECK_OF_NUMPY = re.compile(r"could not be broadcast|out of bounds for axis \d+ with size [1-9]")  # 0: nothing is read
+_ELEMENT_CHECK = re.compile(r"index -?\d* ?is out of (range|bounds) for axis|lies outside of")
+_NUMPY_CHECK = re.compile(r"could not be broadcast|out of bounds for axis \d+ with size [1-9]")  # 0: nothing is read
 
 Outcome = Expected | Failed
 
 
 @dataclass(slots=True)
 class Case:
-    """One sample, and what the module that was compiled gives for it."""
+    """One sample, with the expected results and the results after the previous pass."""
 
     sample: Sample
     outcome: Outcome
-    before: tuple[Any, ...] | Failed  # what the module gave after the pass before
+    before: tuple[Any, ...] | Failed  # results after the previous pass
 
 
 class Validator:
-    """Checks the passes that a module goes through, and the compiled model, by running all of them on samples.
+    """Checks of the passes on a module, and of the compiled model, by execution on samples.
 
-    `inputs`: example arguments of function `entry`, each a sequence in its order; random ones at sizes of all kinds
-    without them.
-    `externs`: Python functions of the library routines that the module calls, by symbol. `program_runner` runs tensor
-    programs in place of running.py. A mismatch is kept as text in `folder`. `styles`: of the sizes (samples.py).
+    `inputs`: example arguments of function `entry`, each a sequence in its order; by default random arguments at sizes
+    of all kinds. `externs`: Python functions that implement the library routines, by symbol. `program_runner` runs
+    tensor programs in place of running.py. `folder`: where mismatches are written. `styles`: styles of sizes
+    (samples.py).
     """
 
     def __init__(
@@ -86,47 +86,56 @@ class Validator:
         self._folder, self._seed = folder, seed
         self._original = module
         self._earlier_doubt: str | None = None
-        given = donated_params(main)
-        self._donated = tuple(main.params.index(param) for param in given)
-        self._results = len(result_types(main.body.result.ty))
+        donated = donated_params(main)
+        self._donated_numbers = tuple(main.params.index(param) for param in donated)
+        self._num_results = len(result_types(main.body.result.ty))
         if inputs is not None:
-            self.cases = [self._case(sample, self._run(module, sample.args)) for sample in _given(entry, main, inputs)]
+            self.cases = [
+                self._case(sample, self._run(module, sample.args)) for sample in _example_samples(entry, main, inputs)
+            ]
         else:
-            result = [self._drawn(main, v, k) for k, v in enumerate(symbol_values(main, random.Random(seed), styles))]
-            if styles is STYLES and 2 * sum(_says_something(outcome) for _, outcome, _ in result) <= len(result):
+            drawn = [
+                self._draw_case(main, v, k) for k, v in enumerate(symbol_values(main, random.Random(seed), styles))
+            ]
+            if styles is STYLES and 2 * sum(_has_elements(outcome) for _, outcome, _ in drawn) <= len(drawn):
                 sizes = symbol_values(main, random.Random(seed), MORE_STYLES)
-                result += [self._drawn(main, values, len(result) + k) for k, values in enumerate(sizes)]
-            quickest = min((seconds for _, outcome, seconds in result if _says_something(outcome)), default=0.0)
-            limit = max(MAX_SECONDS, quickest)
-            self.cases = [self._case(sample, outcome) for sample, outcome, seconds in result if seconds <= limit]
+                drawn += [self._draw_case(main, values, len(drawn) + k) for k, values in enumerate(sizes)]
+            fastest = min((seconds for _, outcome, seconds in drawn if _has_elements(outcome)), default=0.0)
+            limit = max(MAX_SECONDS, fastest)
+            self.cases = [self._case(sample, outcome) for sample, outcome, seconds in drawn if seconds <= limit]
 
     def doubt(self) -> str | None:
-        """Why the check says little, if it does: the module gives nothing to compare, or nothing to compare it with."""
+        """Reason why the validation says little: no elements, only undetermined ones, or no expected results.
+
+        None otherwise.
+        """
         if self._earlier_doubt is not None:
             return self._earlier_doubt
-        coverage, given = self.coverage(), [case for case in self.cases if _says_something(case.before)]
+        coverage, with_elements = self.coverage(), [case for case in self.cases if _has_elements(case.before)]
         subject = "the model" if self.entry == ENTRY else repr(self.entry)
         if coverage.undetermined < coverage.elements:
             share = coverage.share_undetermined
             if share > MAX_UNDETERMINED:
-                return f"rounding decides {share:.0%} of what {subject} gives, so {_WAYS_OUT}"
+                return f"rounding decides {share:.0%} of what {subject} gives, so {_HINT}"
             share = coverage.share_not_finite
             is_most = share > MAX_UNDETERMINED
-            return f"{share:.0%} of what {subject} gives is NaN or infinite, so {_WAYS_OUT}" if is_most else None
-        failed = next((case.outcome for case in given or self.cases if isinstance(case.outcome, Failed)), None)
+            return f"{share:.0%} of what {subject} gives is NaN or infinite, so {_HINT}" if is_most else None
+        failed = next((case.outcome for case in with_elements or self.cases if isinstance(case.outcome, Failed)), None)
         if failed is None:
-            reason = "gives nothing but what rounding decides" if given else "gives no elements"
+            reason = "gives nothing but what rounding decides" if with_elements else "gives no elements"
         else:
-            reason = f"stops{', if numbers are rounded otherwise,' if given else ''} ({_told(failed.error)})"
-        return f"{subject} {reason} at all sizes that were tried, so {_WAYS_OUT}"
+            reason = (
+                f"stops{', if numbers are rounded otherwise,' if with_elements else ''} ({_error_text(failed.error)})"
+            )
+        return f"{subject} {reason} at all sizes that were tried, so {_HINT}"
 
     def coverage(self) -> Coverage:
-        """How much was compared; of the passes after the last that rounds, if one does."""
+        """Coverage of the samples; after a pass that rounds, of the passes behind it."""
         return coverage_of(self.entry, [(case.before, case.outcome) for case in self.cases])
 
     def check(self, step: Pass, before: IRModule, after: IRModule, seconds: float = 0.0) -> None:
-        """Raise ValidationError, which names the pass and the sizes, unless both modules compute the same."""
-        if after is before or step.stage == "vm":  # what runs slots instead of symbols is checked as machine code
+        """Raise ValidationError, with the pass and the sizes, unless both modules compute the same."""
+        if after is before or step.stage == "vm":  # the lowest stage is checked as machine code
             return
         if step.rounds:
             self._check_rounding(step, before, after)
@@ -139,14 +148,16 @@ class Validator:
             case.before = result
 
     def _check_rounding(self, step: Pass, before: IRModule, after: IRModule) -> None:
-        """Numbers may change as the precision allows, but no shape, type or check. From here on the module is what it
-        is now."""
-        self._earlier_doubt = self.doubt()  # of the passes up to here
+        """Check a pass that may round: shapes, types and checks stay the same.
+
+        Later passes are compared with its result.
+        """
+        self._earlier_doubt = self.doubt()  # about the passes so far
         result = [self._run(after, case.sample.args) for case in self.cases]
         for case, now in zip(self.cases, result, strict=True):
             if isinstance(case.outcome, Expected):
-                anything = tuple(np.full(np.shape(value), np.inf) for value in case.outcome.values)
-                case.outcome = replace(case.outcome, spread=anything)
+                unbounded = tuple(np.full(np.shape(value), np.inf) for value in case.outcome.values)
+                case.outcome = replace(case.outcome, spread=unbounded)
             problem = self._problem(case, case.before, now, before)
             if problem is not None:
                 self._fail(f"pass {step.name}", case.sample, problem, before, after)
@@ -154,9 +165,9 @@ class Validator:
         self.cases = [self._case(case.sample, now) for case, now in zip(self.cases, result, strict=True)]
 
     def check_compiled(self, run: Callable[..., Any], lowered: IRModule | None = None) -> None:
-        """Raise ValidationError unless a compiled model, called with the inputs, gives what the module computes.
+        """Raise ValidationError unless the compiled model gives the results of the module.
 
-        `lowered`: the module after all passes, to be kept beside the original.
+        `lowered`: the module after all passes, recorded next to the original on a mismatch.
         """
         for case in self.cases:
             result = self._outcome(run, case.sample.args)
@@ -166,76 +177,85 @@ class Validator:
 
     # one sample
 
-    def _drawn(self, main: Function, values: Symbols, number: int) -> tuple[Sample, tuple[Any, ...] | Failed, float]:
-        """A sample, what the module gives for it, and how long that took. Where integers are places of something, large
-        ones stop the run: then smaller ones are drawn."""
-        result: list[tuple[Sample, tuple[Any, ...] | Failed, float]] = []
+    def _draw_case(
+        self, main: Function, values: Symbols, number: int
+    ) -> tuple[Sample, tuple[Any, ...] | Failed, float]:
+        """A random sample, the results of the module, and the seconds that the run took.
+
+        Where large integers stop the run, as invalid indices do, smaller ones are drawn.
+        """
+        attempts: list[tuple[Sample, tuple[Any, ...] | Failed, float]] = []
         for magnitude in MAGNITUDES:
             sample = draw_sample(main, values, np.random.default_rng((self._seed, number)), magnitude)
             start = time.perf_counter()
-            result.append((sample, self._run(self._original, sample.args), time.perf_counter() - start))
-            if not isinstance(result[-1][1], Failed):
-                return result[-1]
-        return result[0]
+            attempts.append((sample, self._run(self._original, sample.args), time.perf_counter() - start))
+            if not isinstance(attempts[-1][1], Failed):
+                return attempts[-1]
+        return attempts[0]
 
-    def _case(self, sample: Sample, found: tuple[Any, ...] | Failed) -> Case:
-        if isinstance(found, Failed):
-            return Case(sample, found, found)
-        spread = spread_of(self._original, sample.args, found, self._externs, self._seed, entry=self.entry)
-        return Case(sample, spread if isinstance(spread, Failed) else Expected(found, spread), found)
+    def _case(self, sample: Sample, result: tuple[Any, ...] | Failed) -> Case:
+        if isinstance(result, Failed):
+            return Case(sample, result, result)
+        error = spread_of(self._original, sample.args, result, self._externs, self._seed, entry=self.entry)
+        return Case(sample, error if isinstance(error, Failed) else Expected(result, error), result)
 
     def _run(self, module: IRModule, args: Sequence[Any]) -> tuple[Any, ...] | Failed:
         interpreter = Interpreter(module, self._externs, program_runner=self._runner)
         return self._outcome(partial(interpreter.run, self.entry), args)
 
     def _outcome(self, run: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...] | Failed:
-        """What a run gives, the new contents of donated arguments last: as results, or in their arrays."""
-        if not self._donated:
+        """Results of a run, then the new contents of donated arguments, whether returned or stored in their arrays."""
+        if not self._donated_numbers:
             return outcome_of(lambda: run(*args))
-        own = [arg.copy() if k in self._donated else arg for k, arg in enumerate(args)]
-        outcome = outcome_of(lambda: run(*own))
-        if isinstance(outcome, Failed) or len(outcome) == self._results:
+        copies = [arg.copy() if k in self._donated_numbers else arg for k, arg in enumerate(args)]
+        outcome = outcome_of(lambda: run(*copies))
+        if isinstance(outcome, Failed) or len(outcome) == self._num_results:
             return outcome
-        return (*outcome, *(own[k] for k in self._donated))
+        return (*outcome, *(copies[k] for k in self._donated_numbers))
 
     def _problem(
-        self, case: Case, before: tuple[Any, ...] | Failed, found: tuple[Any, ...] | Failed, given: IRModule
+        self, case: Case, before: tuple[Any, ...] | Failed, result: tuple[Any, ...] | Failed, module: IRModule
     ) -> str | None:
-        """What is wrong with `found`; `before` is what the module `given` computes."""
-        if isinstance(found, Failed) and isinstance(found.error, OutOfBoundsError):
+        """Error text for `result`, or None; `before` is the result of `module`."""
+        if isinstance(result, Failed) and isinstance(result.error, OutOfBoundsError):
             is_new = not (isinstance(before, Failed) and isinstance(before.error, OutOfBoundsError))
-            return f"a run-time check is missing: {found.error}" if is_new else None
+            return f"a run-time check is missing: {result.error}" if is_new else None
         if isinstance(before, Failed):
-            if _CHECK_OF_ELEMENTS.search(str(before.error)) and not isinstance(found, Failed):
-                return None  # of elements that nothing reads: where one is read, the interpreter itself finds it
-            if isinstance(found, Failed) or not before.is_check or not self._fails_alive(given, case.sample.args):
+            if _ELEMENT_CHECK.search(str(before.error)) and not isinstance(result, Failed):
+                return None  # of unused elements; the interpreter detects reads of missing elements
+            if (
+                isinstance(result, Failed)
+                or not before.is_check
+                or not self._fails_without_dead_code(module, case.sample.args)
+            ):
                 return None
-            return f"a run-time check is lost: before, the run stops with {_told(before.error)}"
-        if isinstance(found, Failed):
-            return f"the run fails with {_told(found.error)}"
+            return f"a run-time check is lost: before, the run stops with {_error_text(before.error)}"
+        if isinstance(result, Failed):
+            return f"the run fails with {_error_text(result.error)}"
         if not isinstance(case.outcome, Expected):
             return None
-        difference = compare(found, case.outcome)
-        return None if difference is None else self._sure(case, found, difference)
+        difference = compare(result, case.outcome)
+        return None if difference is None else self._confirm(case, result, difference)
 
-    def _sure(self, case: Case, found: tuple[Any, ...], difference: Difference) -> str | None:
-        """The difference as text if it stands against what many runs of the oracle allow."""
+    def _confirm(self, case: Case, result: tuple[Any, ...], difference: Difference) -> str | None:
+        """The difference as text if it remains after many more runs of the oracle."""
         assert isinstance(case.outcome, Expected)
-        values, known = case.outcome.values, case.outcome.spread
+        values, known_errors = case.outcome.values, case.outcome.spread
 
-        def allowing(spread: tuple[Any, ...]) -> Expected:
-            return Expected(values, tuple(map(np.maximum, known, spread)))
+        def allowing(errors: tuple[Any, ...]) -> Expected:
+            """The expectation with enlarged errors."""
+            return Expected(values, tuple(map(np.maximum, known_errors, errors)))
 
-        spread = spread_of(
+        errors = spread_of(
             self._original, case.sample.args, values, self._externs, self._seed + 1, SURE_RUNS, self.entry,
-            is_enough=lambda spread: compare(found, allowing(spread)) is None,
+            is_enough=lambda errors: compare(result, allowing(errors)) is None,
         )  # fmt: skip
-        case.outcome = spread if isinstance(spread, Failed) else allowing(spread)
-        again = compare(found, case.outcome) if isinstance(case.outcome, Expected) else None
-        return None if again is None else str(again)
+        case.outcome = errors if isinstance(errors, Failed) else allowing(errors)
+        confirmed = compare(result, case.outcome) if isinstance(case.outcome, Expected) else None
+        return None if confirmed is None else str(confirmed)
 
-    def _fails_alive(self, module: IRModule, args: Sequence[Any]) -> bool:
-        """Whether checks stop the run also without what nothing uses, which may go together with its checks."""
+    def _fails_without_dead_code(self, module: IRModule, args: Sequence[Any]) -> bool:
+        """Whether checks stop the run also after dead code elimination, which may remove checks."""
         try:
             simplified = (eliminate_dead(module), eliminate_dead(fold_shapes(module)))
         except Exception:  # the pass at hand is not to blame
@@ -243,35 +263,38 @@ class Validator:
         result = [self._run(live, args) for live in simplified]
         return all(isinstance(outcome, Failed) and outcome.is_check for outcome in result)
 
-    def _fail(self, what: str, sample: Sample, problem: str, before: IRModule, after: IRModule | None) -> None:
-        what = what if self.entry == ENTRY else f"{what} in {self.entry}"
-        path = keep(what, sample, problem, before, after, self._folder)
+    def _fail(self, check: str, sample: Sample, problem: str, before: IRModule, after: IRModule | None) -> None:
+        check = check if self.entry == ENTRY else f"{check} in {self.entry}"
+        path = keep(check, sample, problem, before, after, self._folder)
         raise ValidationError(
-            f"{what} changes what the module computes, at {sample}: {problem}\n"
+            f"{check} changes what the module computes, at {sample}: {problem}\n"
             f"  hint: `python -m relaxlite.revalidate {path}` runs it again"
         )
 
 
 def outcome_of(run: Callable[[], Any]) -> tuple[Any, ...] | Failed:
+    """Run a function: its tensors, or the error."""
     try:
         with np.errstate(all="ignore"):
             return flat(run())
     except RelaxliteError as error:
         return Failed(error, is_check=True)
-    except Exception as error:  # NumPy's own checks; or it has no answer, as for the largest of no elements
-        return Failed(error, is_check=_CHECK_OF_NUMPY.search(str(error)) is not None)
+    except Exception as error:  # checks of NumPy, or undefined results such as the maximum of no elements
+        return Failed(error, is_check=_NUMPY_CHECK.search(str(error)) is not None)
 
 
-def _says_something(outcome: tuple[Any, ...] | Failed) -> bool:
+def _has_elements(outcome: tuple[Any, ...] | Failed) -> bool:
+    """Whether a run ended with results of at least one element."""
     return not isinstance(outcome, Failed) and any(array.size for array in outcome)
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _given(entry: str, main: Function, inputs: Sequence[Sequence[Any]]) -> list[Sample]:
-    result = []
+def _example_samples(entry: str, main: Function, inputs: Sequence[Sequence[Any]]) -> list[Sample]:
+    """Samples of example inputs. Raises InvalidArgumentError for a wrong number of arguments."""
+    samples = []
     for args in inputs:
         if len(args) != len(main.params):
             raise InvalidArgumentError(
@@ -283,5 +306,5 @@ def _given(entry: str, main: Function, inputs: Sequence[Sequence[Any]]) -> list[
             bind(param.ty, array, symbols, f"argument '{param.name}'", define_only=True)
         for param, array in zip(main.params, arrays, strict=True):  # sizes that symbols of later ones may be part of
             bind(param.ty, array, symbols, f"argument '{param.name}'")
-        result.append(Sample(symbols, arrays))
-    return result
+        samples.append(Sample(symbols, arrays))
+    return samples

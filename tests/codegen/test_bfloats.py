@@ -14,7 +14,7 @@ from relaxlite.codegen.interpreter import run_program
 from relaxlite.codegen.llvm import emit_program
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Call, Constant, Let
-from relaxlite.ir.intrinsics import NARROW, PAIR, PAIRS
+from relaxlite.ir.intrinsics import DOT2_PACKED_BF16, NARROW, PACK_BF16
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.program import (
@@ -107,7 +107,7 @@ def test_numbers_that_are_too_small_become_zeros_or_stay(target: Target) -> None
 @pytest.mark.parametrize("lanes", [0, 1, 8, 16, 32])
 def test_pairs_of_rounded_numbers(target: Target, lanes: int) -> None:
     def pair(x: Value, y: Value) -> Value:
-        return Intrinsic(PAIR, (narrow(x), narrow(y)), "int32")
+        return Intrinsic(PACK_BF16, (narrow(x), narrow(y)), "int32")
 
     program = elementwise(("float32", "float32"), "int32", pair, lanes)
     for size in (lanes,) if lanes else (0, 1, 16, 33):
@@ -116,7 +116,7 @@ def test_pairs_of_rounded_numbers(target: Target, lanes: int) -> None:
         for got, want in zip(halves.T, (x, y), strict=True):
             np.testing.assert_array_equal(got.astype(np.float32), want.astype(BF16).astype(np.float32))
         plain = np.isfinite(x) & np.isfinite(y)
-        want_words = apply_intrinsic(PAIR, (x.astype(BF16), y.astype(BF16)))
+        want_words = apply_intrinsic(PACK_BF16, (x.astype(BF16), y.astype(BF16)))
         np.testing.assert_array_equal(np.ascontiguousarray(halves).view(np.int32)[plain, 0], want_words[plain])
 
 
@@ -126,7 +126,7 @@ def test_sums_are_rounded_before_they_are_paired_or_stored(target: Target, lanes
     """In registers a sum of bfloat16 has more digits, also behind a cast that changes nothing."""
 
     def pair(x: Value, y: Value) -> Value:
-        return Intrinsic(PAIR, (Binary("add", x, y), y), "int32")
+        return Intrinsic(PACK_BF16, (Binary("add", x, y), y), "int32")
 
     def again(x: Value, y: Value) -> Value:
         return Cast(Binary("add", x, y), "bfloat16")
@@ -135,7 +135,7 @@ def test_sums_are_rounded_before_they_are_paired_or_stored(target: Target, lanes
     x, y = (rng.standard_normal(size).astype(BF16) for _ in range(2))
     want = (x.astype(np.float32) + y.astype(np.float32)).astype(BF16)
     words = run(elementwise(("bfloat16",) * 2, "int32", pair, lanes), target, x, y)
-    np.testing.assert_array_equal(words, apply_intrinsic(PAIR, (want, y)))
+    np.testing.assert_array_equal(words, apply_intrinsic(PACK_BF16, (want, y)))
     stored = run(elementwise(("bfloat16",) * 2, "bfloat16", again, lanes), target, x, y)
     np.testing.assert_array_equal(stored.astype(np.float32), want.astype(np.float32))
 
@@ -144,7 +144,7 @@ def test_sums_are_rounded_before_they_are_paired_or_stored(target: Target, lanes
 @pytest.mark.parametrize("lanes", [0, 1, 8, 16, 32])
 def test_products_of_pairs(target: Target, lanes: int) -> None:
     def dot(c: Value, a: Value, b: Value) -> Value:
-        return Intrinsic(PAIRS, (c, a, b), "float32")
+        return Intrinsic(DOT2_PACKED_BF16, (c, a, b), "float32")
 
     program = elementwise(("float32", "int32", "int32"), "float32", dot, lanes)
     for size in (lanes,) if lanes else (0, 1, 16, 33):
@@ -153,7 +153,7 @@ def test_products_of_pairs(target: Target, lanes: int) -> None:
         words = [np.ascontiguousarray(x).view(np.int32)[:, 0] for x in (a, b)]
         want = c.astype(np.float64) + (a.astype(np.float64) * b.astype(np.float64)).sum(axis=1)
         np.testing.assert_allclose(run(program, target, c, *words), want, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(apply_intrinsic(PAIRS, (c, *words)), want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(apply_intrinsic(DOT2_PACKED_BF16, (c, *words)), want, rtol=1e-5, atol=1e-6)
 
 
 def instructions(program: TensorProgram, target: Target) -> list[str]:
@@ -162,7 +162,7 @@ def instructions(program: TensorProgram, target: Target) -> list[str]:
 
 def test_instructions_are_used_where_the_target_has_them() -> None:
     def pair(x: Value, y: Value) -> Value:
-        return Intrinsic(PAIR, (narrow(x), narrow(y)), "int32")
+        return Intrinsic(PACK_BF16, (narrow(x), narrow(y)), "int32")
 
     cases: tuple[tuple[TensorProgram, list[str]], ...] = (
         (elementwise(("float32",), "bfloat16", narrow, 32), ["cvtneps2bf16.512"] * 2),
@@ -178,7 +178,7 @@ def test_instructions_are_used_where_the_target_has_them() -> None:
 def test_a_sum_of_products_of_pairs_takes_one_instruction_each() -> None:
     a, b = Buffer.of("a", (N,), "int32"), Buffer.of("b", (N, 16), "int32")
     out, k = Buffer.of("out", (16,), "float32"), SymVar("k")
-    dot = Intrinsic(PAIRS, (Literal(0.0, "float32"), a[k], b[k, IDX]), "float32")
+    dot = Intrinsic(DOT2_PACKED_BF16, (Literal(0.0, "float32"), a[k], b[k, IDX]), "float32")
     body = For(k, sym(N), For(IDX, sym(16), Store(out, (IDX,), dot, "add"), "vectorized"))
     program = TensorProgram((a, b, out), (N,), body)
     text = emit_program("p", program, ZEN4)

@@ -46,7 +46,7 @@ F32_ZERO = Literal(0.0, "float32")
 @pytest.fixture
 def any_work_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parallel loops go to all threads however short they are."""
-    monkeypatch.setattr(parallel, "ENOUGH_WORK", 1)
+    monkeypatch.setattr(parallel, "MIN_CHUNK_WORK", 1)
 
 
 def test_kernel_runs_at_many_sizes_once_compiled() -> None:

@@ -14,7 +14,14 @@ from relaxlite.codegen.interpreter import run_program
 from relaxlite.codegen.llvm import emit_program
 from relaxlite.errors import CodegenError
 from relaxlite.ir import scalar_functions
-from relaxlite.ir.intrinsics import BITS, DOT2_INT16, DOT4_BYTES, DOT_PRODUCTS, LOOKUP, NEAREST
+from relaxlite.ir.intrinsics import (
+    BITCAST_TO_FLOAT32,
+    DOT2_PACKED_INT16,
+    DOT4_PACKED_U8S8,
+    DOT_PRODUCTS,
+    LOOKUP,
+    ROUND_TO_INT32,
+)
 from relaxlite.ir.program import (
     Binary,
     Buffer,
@@ -105,7 +112,9 @@ def words_program(lanes: int, kind: LoopKind, *, a: str, b: str, is_masked: bool
         return half if how == "made" else loaded
 
     bounds = Literal(255, "int32"), Literal(128, "int32")
-    value = Intrinsic(DOT4_BYTES, (buffers["c"][J], word(buffers["a"], a), word(buffers["bb"], b), *bounds), "int32")
+    value = Intrinsic(
+        DOT4_PACKED_U8S8, (buffers["c"][J], word(buffers["a"], a), word(buffers["bb"], b), *bounds), "int32"
+    )
     store: Any = Store(buffers["out"], (J,), value)
     body = For(J, sym(lanes), IfThenElse(less(J, N), store) if is_masked else store, kind)
     return TensorProgram(tuple(buffers.values()), (N,), body)
@@ -136,7 +145,7 @@ def test_words_in_every_form_and_width(target: Target, a: str, b: str) -> None:
 def of_halves(lanes: int, kind: LoopKind, *, is_masked: bool) -> TensorProgram:
     """out[j] = dot2_halves(c[j], a[j] + b[3], b[j])"""
     a, b, c, out = (Buffer.of(name, (COLUMNS,), "int32") for name in ("a", "bb", "c", "out"))
-    value = Intrinsic(DOT2_INT16, (c[J], Binary("add", a[J], b[3]), b[J]), "int32")
+    value = Intrinsic(DOT2_PACKED_INT16, (c[J], Binary("add", a[J], b[3]), b[J]), "int32")
     store: Any = Store(out, (J,), value)
     body = For(J, sym(lanes), IfThenElse(less(J, N), store) if is_masked else store, kind)
     return TensorProgram((a, b, c, out), (N,), body)
@@ -174,9 +183,9 @@ def test_the_nearest_integers_of_floats_and_what_int32_does_not_hold(target: Tar
     is_held = np.abs(values) < 2.0**31
     wanted = np.where(is_held, np.rint(np.where(is_held, values, 0)), -(2.0**31)).astype(np.int32)
     for lanes, kind in WIDTHS:
-        store: Any = Store(out, (J,), Intrinsic(NEAREST, (x[J],), "int32"))
+        store: Any = Store(out, (J,), Intrinsic(ROUND_TO_INT32, (x[J],), "int32"))
         for start in range(0, COLUMNS - lanes + 1, 7):
-            shifted = replace(store, value=Intrinsic(NEAREST, (x[J + start],), "int32"))
+            shifted = replace(store, value=Intrinsic(ROUND_TO_INT32, (x[J + start],), "int32"))
             program = TensorProgram((x, out), (N,), For(J, sym(lanes), shifted, kind))
             got, found = np.zeros((2, COLUMNS), np.int32)
             assert NativeKernel(program, target)([values, got], [COLUMNS]) == 0
@@ -193,7 +202,7 @@ def test_floats_of_bits_in_every_form_and_width(target: Target) -> None:
     some = [0, -1, 1, 0x4B400000, 0x4B400000 - 7, 0x7F800000, -(2**31), 0x3F800000]
     bits = np.resize(np.array(some, np.int32), COLUMNS)
     for lanes, kind in WIDTHS:
-        store = Store(out, (J,), Intrinsic(BITS, (x[J],), "float32"))
+        store = Store(out, (J,), Intrinsic(BITCAST_TO_FLOAT32, (x[J],), "float32"))
         program = TensorProgram((x, out), (N,), For(J, sym(lanes), store, kind))
         got, found = np.zeros((2, COLUMNS), np.float32)
         assert NativeKernel(program, target)([bits, got], [COLUMNS]) == 0
@@ -276,7 +285,7 @@ def test_words_are_unsigned_and_signed_bytes_and_sums_wrap() -> None:
     exact = c + (bytes_of_a.astype(np.int64) * bytes_of_b).sum(axis=1)
     assert exact[:4].tolist() == [-(2**31) - 4 * 255 * 128, 2**31 - 1 + 4 * 255 * 127, -4 * 255, 5]
     bounds = np.full(500, 255, np.int32), np.full(500, 128, np.int32)
-    found = scalar_functions.apply_intrinsic(DOT4_BYTES, (c, a, b, *bounds))
+    found = scalar_functions.apply_intrinsic(DOT4_PACKED_U8S8, (c, a, b, *bounds))
     np.testing.assert_array_equal(found, exact.astype(np.int32))
 
 
@@ -319,7 +328,7 @@ def test_chains_of_products_of_small_numbers_are_exact(cpu: str, most: int, most
     value: Value = c[J]
     for k in range(count):
         bounds = Literal(most, "int32"), Literal(most_b, "int32")
-        value = Intrinsic(DOT4_BYTES, (value, a[k, J], b[k, J], *bounds), "int32")
+        value = Intrinsic(DOT4_PACKED_U8S8, (value, a[k, J], b[k, J], *bounds), "int32")
     program = TensorProgram((a, b, c, out), (N,), For(J, sym(COLUMNS), Store(out, (J,), value), "vectorized"))
     rng = np.random.default_rng(most)
     codes = rng.integers(0, most + 1, (count, COLUMNS, 4)).astype(np.uint8)

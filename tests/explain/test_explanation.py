@@ -51,7 +51,7 @@ def two_products(*, width: int = 8) -> IRModule:
     x = Var("x", TensorType.of((n, width), "float32"))
     y = Var("y", TensorType.of((k, width), "float32"))
     z = Var("z", TensorType.of((m,), "float32"))
-    with bb.function_of("main", (x, y, z)):
+    with bb.function_with_params("main", (x, y, z)):
         one = bb.emit(get_op("matmul")(x, weight))
         two = bb.emit(get_op("matmul")(y, weight))
         bb.result(Tuple((one, two, bb.emit(ops.relu(bb.emit(ops.exp(z)))))))

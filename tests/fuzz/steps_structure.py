@@ -23,7 +23,7 @@ from relaxlite.ir.expr import (
     Var,
 )
 from relaxlite.ir.program import TensorProgram
-from relaxlite.ir.signatures import bind, instantiate
+from relaxlite.ir.signatures import bind_symbols, instantiate
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute
 from relaxlite.ir.types import TensorType, TupleType, Type
 from tests.fuzz.generator import MAX_STEPS, Generator, rank_of, shape_of, step, type_of
@@ -207,7 +207,7 @@ def _own_type(g: Generator, ty: TensorType, own: dict[SymExpr, SymVar]) -> Tenso
 def _called(g: Generator, name: str, args: list[Expr]) -> Expr:
     callee = g.functions[name]
     values: dict[SymVar, SymExpr] = {}
-    bind([p.ty for p in callee.params], [a.ty for a in args], values)
+    bind_symbols([p.ty for p in callee.params], [a.ty for a in args], values)
     ty = instantiate(callee.body.result.ty, values)
     return g.bb.emit(Call(GlobalVar(name), tuple(args), ty=ty))
 

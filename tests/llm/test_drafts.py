@@ -358,7 +358,7 @@ def test_several_tokens_of_a_step_after_a_long_context_and_beside_others_have_th
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is shared out among threads, and where blocks of rows end within pages and beyond."""
-    monkeypatch.setattr(kv_cache, "PAGES_OF_PART", 2)
+    monkeypatch.setattr(kv_cache, "MIN_PART_PAGES", 2)
     monkeypatch.setattr(threadpool, "num_threads", lambda: 2)
     shape = {"hidden": 96, "heads": 6, "kv_heads": 3, "head_width": 32, "intermediate": 96, "context": 1024}
     tiny = quantize_checkpoint(checkpoint(**shape, rope=Rope(1e4, 32), window=window), "q4_0")

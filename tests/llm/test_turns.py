@@ -88,7 +88,7 @@ def test_threads_take_turns(data: Any) -> None:
 
 
 def test_threads_chat_at_once_while_the_cache_grows(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "FIRST_PAGES", 1)
+    monkeypatch.setattr(kv_cache, "INITIAL_PAGES", 1)
     prompts = [tokens(150, seed=k) for k in range(6)]
     options: dict[str, Any] = {"max_new_tokens": 20, "stop_tokens": ()}
     wanted = [LanguageModel.of(data).generate(prompt, **options).tokens for prompt in prompts]

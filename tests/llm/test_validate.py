@@ -24,7 +24,6 @@ from relaxlite.passes.manager import Pass
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.revalidate import rerun
 from relaxlite.target import Target
-from tests.support import tiers
 from tests.support.llm_models import small_checkpoint
 
 
@@ -51,9 +50,10 @@ def test_samples_fit_into_the_context() -> None:
     assert most(1) == [0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "cache_dtype"),
-    tiers.few_rows([(None, "float32"), ("q4_0", "float32"), ("q8_0", "int8"), ("q5_1", "float16")]),
+    [(None, "float32"), ("q4_0", "float32"), ("q8_0", "int8"), ("q5_1", "float16")],
 )
 def test_steps_are_validated(kind: str | None, cache_dtype: str) -> None:
     checkpoint = small_checkpoint("qwen3")

@@ -207,11 +207,13 @@ def test_changed_passes_make_programs_anew(tmp_path: Path, monkeypatch: pytest.M
 
     for text, options, expected in (("1", "", 1), ("1", "", 1), ("2", "", 2), ("2", "wide", 3), ("1", "", 1)):
         kept = ProgramCache(kernel_cache.open_cache(), key_with(text))
-        assert kept.recall("step", program, options, make) == (f"result {expected}",)
-        assert kept.recall("step", program, options, make) == (f"result {expected}",)  # also before it is written
+        assert kept.get_or_compute("step", program, options, make) == (f"result {expected}",)
+        assert kept.get_or_compute("step", program, options, make) == (
+            f"result {expected}",
+        )  # also before it is written
         kept.write()
-    assert kept.recall("another step", program, "", make) == ("result 4",)
-    assert ProgramCache().recall("step", program, "", make) == ProgramCache().recall(
+    assert kept.get_or_compute("another step", program, "", make) == ("result 4",)
+    assert ProgramCache().get_or_compute("step", program, "", make) == ProgramCache().get_or_compute(
         "step", program, "", lambda: ("result 5",)
     )
 

@@ -75,7 +75,7 @@ def sample(**fields: object) -> ExecutableData:
         metadata=Metadata(
             llvm="20.1", provenance={"model": "tiny"}, memory_plan={"peak": 12}, info={"notes": [1, "é"]}
         ),
-        others={"fill": Entry(Signature((z,), (), ("z",)), HostCode(b"code of fill", 2, ""))},
+        extra_entries={"fill": Entry(Signature((z,), (), ("z",)), HostCode(b"code of fill", 2, ""))},
     )
     return dataclasses.replace(data, **fields)  # type: ignore[arg-type]
 

@@ -21,7 +21,7 @@ ALL = 0xFFFFFFFF
 
 @needs_x86
 def test_llvm_says_the_same_of_this_processor() -> None:
-    ours, llvms = cpu._own_features(), jit.host_features()
+    ours, llvms = cpu._cpuid_features(), jit.host_features()
     assert len(ours.keys() & llvms.keys()) > 90
     present = {name for name, is_there in ours.items() if is_there and name in llvms}
     expected = {name for name, is_there in llvms.items() if is_there and name in ours}
@@ -34,20 +34,20 @@ def test_llvm_says_the_same_of_this_processor() -> None:
 def test_llvm_is_asked_only_about_what_seems_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(jit, "host_features", lambda: asked.append(1) or {"quantum": True})
-    present = [name for name, is_there in cpu._own_features().items() if is_there]
+    present = [name for name, is_there in cpu._cpuid_features().items() if is_there]
     assert cpu.lacking(present) == [] and not asked
     assert cpu.lacking([*present, "quantum", "avx1024"]) == ["avx1024"] and asked
 
 
 def test_elsewhere_llvm_answers_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linker, "is_supported", lambda: False)
-    cpu._own_features.cache_clear()
+    cpu._cpuid_features.cache_clear()
     try:
         known = jit.host_features()
         missing = [name for name, is_there in known.items() if not is_there and name not in SYSTEM_FEATURES]
         assert cpu.lacking(["avx1024", *known]) == ["avx1024", *missing]
     finally:
-        cpu._own_features.cache_clear()
+        cpu._cpuid_features.cache_clear()
 
 
 def no_llvm() -> dict[str, bool]:
@@ -72,12 +72,12 @@ def test_what_is_missing_is_said_without_llvm(monkeypatch: pytest.MonkeyPatch) -
 def test_elsewhere_llvm_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linker, "is_supported", lambda: False)
     monkeypatch.setattr(jit, "host_features", no_llvm)
-    cpu._own_features.cache_clear()
+    cpu._cpuid_features.cache_clear()
     try:
         with pytest.raises(ArtifactError, match="needs LLVM"):
             cpu.lacking(["neon"])
     finally:
-        cpu._own_features.cache_clear()
+        cpu._cpuid_features.cache_clear()
 
 
 def test_a_missing_llvm_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:

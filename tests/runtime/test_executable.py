@@ -39,7 +39,7 @@ def program(*code: Instruction, registers: int = 4, **fields: object) -> Executa
 
 def test_places_of_other_instructions_are_refused() -> None:
     data = program(Goto(1), Ret(0))
-    main = dataclasses.replace(data.functions["main"], places=("ONNX node 'a' (Add)",))
+    main = dataclasses.replace(data.functions["main"], locations=("ONNX node 'a' (Add)",))
     with pytest.raises(ArtifactError, match="function 'main': 1 places of 2 instructions"):
         validate(dataclasses.replace(data, functions={"main": main}))
 

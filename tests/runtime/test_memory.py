@@ -29,7 +29,7 @@ from relaxlite.runtime.memory import (
     size_text,
     tensor_bytes,
 )
-from relaxlite.runtime.weights import _owner, aligned, gathered
+from relaxlite.runtime.weights import _owner, align_weights, gather_weights
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1 << 20, (4 << 20) + 1])
@@ -43,7 +43,7 @@ def test_blocks_are_aligned_and_inside_their_memory(nbytes: int) -> None:
 def test_large_weights_are_gathered_in_one_aligned_block() -> None:
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((1000, 999)).astype("f4"), np.array(True), np.zeros((0, 3), "i8"), np.arange(70000)]
-    made = gathered(arrays)
+    made = gather_weights(arrays)
     for array, copy in zip(arrays, made, strict=True):
         np.testing.assert_array_equal(copy, array)
         assert copy.dtype == array.dtype and (copy.size == 0 or copy.ctypes.data % ALIGNMENT == 0)
@@ -71,7 +71,7 @@ def test_a_file_whose_weights_were_copied_takes_no_memory(tmp_path: Path) -> Non
     content = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     assert not content[:5000].any()
     arrays = [content[start : start + 6100] for start in range(5000, content.size - 6100, 6100)]
-    made = gathered(arrays)
+    made = gather_weights(arrays)
     assert len(made) == len(arrays)
     assert _resident(path) == 0
 
@@ -93,7 +93,7 @@ def test_large_weights_with_memory_of_their_own_stay_there(tmp_path: Path) -> No
     path.write_bytes(mine.tobytes())
     mapped = np.memmap(path, dtype=np.float32, mode="r").view(np.ndarray)
     arrays = [small, mine, writable, part, off, mapped, mine.reshape(-1, 4).T]
-    made = gathered(arrays)
+    made = gather_weights(arrays)
     assert [np.shares_memory(a, b) for a, b in zip(arrays, made, strict=True)] == [False, True, *[False] * 5]
     for array, found in zip(arrays, made, strict=True):
         np.testing.assert_array_equal(found, array)
@@ -113,7 +113,7 @@ def test_weights_stay_in_a_file_that_lies_in_huge_pages(
         content = np.frombuffer(MappedFile.of(file), np.uint8)
     assert content[: 4 << 20].any()  # what is read before the weights
     arrays = [content[4 << 20 : 12 << 20], content[(12 << 20) + 1 : 13 << 20], content[13 << 20 :].view(np.int64)]
-    made = gathered(arrays)
+    made = gather_weights(arrays)
     assert [np.shares_memory(a, b) for a, b in zip(arrays, made, strict=True)] == [is_huge, False, is_huge]
     assert _resident(path) < 1 << 20
     for array, found in zip(arrays, made, strict=True):
@@ -175,7 +175,7 @@ def test_huge_pages_are_those_of_one_region(start: int, kilobytes: int) -> None:
     assert huge_bytes(SMAPS, start) == kilobytes << 10
 
 
-@pytest.mark.parametrize("place", [aligned, gathered])
+@pytest.mark.parametrize("place", [align_weights, gather_weights])
 def test_small_weights_start_with_a_cache_line(place: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]) -> None:
     whole = np.empty(5000, np.float32)
     arrays = [whole[k : k + 100] for k in range(32)]
@@ -185,7 +185,7 @@ def test_small_weights_start_with_a_cache_line(place: Callable[[Sequence[np.ndar
         assert np.shares_memory(made, array) == (array.ctypes.data % ALIGNMENT == 0)
 
 
-@pytest.mark.parametrize("place", [aligned, gathered])
+@pytest.mark.parametrize("place", [align_weights, gather_weights])
 @pytest.mark.parametrize("shape", [(2, 3), (400, 30), (3000, 1000)])
 def test_strided_weights_become_contiguous(
     place: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]], shape: tuple[int, int]
@@ -217,7 +217,7 @@ def test_weights_are_not_in_memory_twice(tmp_path: Path, mebibytes: int) -> None
         mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.int64)
     parts = [mapped[:1000], mapped[1000 : 1 << 20], *np.split(mapped[1 << 20 : -(1 << 20)], 2), mapped[-(1 << 20) :]]
     before = _mapped_bytes()
-    made = gathered(parts)
+    made = gather_weights(parts)
     assert _mapped_bytes() - before < written.nbytes // 4  # the system maps more than is read at the edges
     for part, copy in zip(parts, made, strict=True):
         np.testing.assert_array_equal(copy, part)
@@ -229,7 +229,7 @@ def test_what_was_written_over_a_mapped_file_stays(tmp_path: Path) -> None:
     with open(tmp_path / "weights", "rb") as file:
         mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
     mapped[:] = 7
-    (copy,) = gathered([mapped])
+    (copy,) = gather_weights([mapped])
     assert (mapped == 7).all() and (copy == 7).all()
 
 

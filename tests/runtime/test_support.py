@@ -167,7 +167,7 @@ def test_damaged_code_is_refused(data: ExecutableData, tmp_path: Path) -> None:
 
 def test_damaged_code_hurts_nobody_else(data: ExecutableData) -> None:
     code = replace(scratch.support_code("linux"), name="a_test", ir="define i32 @f() { ret i32 5 }", exports=("f",))
-    support.offer({code.key: b"\x7fELF damaged"})
+    support.register_objects({code.key: b"\x7fELF damaged"})
     with pytest.raises(ArtifactError, match=r"the runtime's own code \(a_test\).* is damaged: .*truncated"):
         support.link(code, {})
     assert support.link(code, {})["f"]

@@ -350,7 +350,7 @@ def test_an_error_names_what_the_failing_instruction_was_made_of_once() -> None:
     reshape = (builtin("alloc_heap", 1, 1), builtin("reshape", 2, R[0], R[1], (4,)), Ret(2))
     inner = VMFunction("inner", ("a",), 3, reshape, (None, "node 'r' (Reshape)", None))
     data = program(call("func:inner", 1, R[0]), Ret(1), params=1, functions=(inner,))
-    outer = dataclasses.replace(data.functions["main"], places=("node 'f' (Call)", None))
+    outer = dataclasses.replace(data.functions["main"], locations=("node 'f' (Call)", None))
     data = dataclasses.replace(data, functions={**data.functions, "main": outer})
     with pytest.raises(ShapeMismatchError) as caught:
         run(data, floats(2, 3))

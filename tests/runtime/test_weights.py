@@ -21,7 +21,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.types import TensorType
 from relaxlite.runtime import weights
 from relaxlite.runtime.mapped_file import MappedFile
-from relaxlite.runtime.weights import placed
+from relaxlite.runtime.weights import place_weights
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere weights stay where they are")
 SIZE = 1024
@@ -109,7 +109,7 @@ def test_a_model_runs_while_its_weights_move(saved: Path, held: list[int], inter
         held[0] += 1
         time.sleep(0.01)
     held[0] = 1 << 30
-    exe._vm.constants.settle()
+    exe._vm.constants.wait_until_moved()
     assert len(is_moved(exe)) == LAYERS and all(is_moved(exe))
     for rows, expected in wanted.items():
         np.testing.assert_array_equal(exe(x_of(rows)), expected)
@@ -117,7 +117,7 @@ def test_a_model_runs_while_its_weights_move(saved: Path, held: list[int], inter
 
 def test_weights_that_have_moved_are_in_memory_once(saved: Path) -> None:
     exe = rl.load(saved)
-    exe._vm.constants.settle()
+    exe._vm.constants.wait_until_moved()
     assert resident(exe.data.constants[large(exe)[0]]) == 0
 
 
@@ -133,7 +133,7 @@ def test_they_stay_where_no_memory_is_left(saved: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(weights, "allocate", refused)
     exe = rl.load(saved)
-    exe._vm.constants.settle()
+    exe._vm.constants.wait_until_moved()
     assert not any(is_moved(exe)) and np.isfinite(exe(x_of(3))).all()
 
 
@@ -143,19 +143,19 @@ def test_they_stay_where_no_thread_can_be_had(saved: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(threading.Thread, "start", refused)
     exe = rl.load(saved)
-    exe._vm.constants.settle()
+    exe._vm.constants.wait_until_moved()
     assert not any(is_moved(exe)) and np.isfinite(exe(x_of(3))).all()
 
 
 def test_only_what_is_left_of_large_files_waits(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constants = rl.load(saved).data.constants
     others = [np.arange(5000.0), np.ones((3000, 100), np.float32).T]
-    found, waiting = placed([*constants, *others])
+    found, waiting = place_weights([*constants, *others])
     assert [found[k] is constants[k] for k in waiting] == [True] * len(waiting)
     assert set(waiting) >= {k for k, array in enumerate(constants) if array.nbytes >= 1 << 20}
     assert found[-1].flags.c_contiguous and not found[-1].flags.writeable
     monkeypatch.setattr(weights, "_SHARED_FROM", 1 << 30)
-    assert placed(constants)[1] == ()
+    assert place_weights(constants)[1] == ()
 
 
 def test_a_process_ends_while_weights_move(saved: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import DTypeLike
 
 from relaxlite.codegen.llvm import extern_call
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import Val
 from relaxlite.ir.program import Value
 from relaxlite.runtime import cpu, libraries
@@ -110,7 +110,7 @@ def emulated_tiles(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[tu
 
         return functions.setdefault(symbol, _SIGNATURE(call))
 
-    def emit(k: Kernel, symbol: str, values: Sequence[Val], args: Sequence[Value]) -> None:
+    def emit(k: KernelContext, symbol: str, values: Sequence[Val], args: Sequence[Value]) -> None:
         address = ctypes.cast(function(symbol), ctypes.c_void_p).value
         words = [f"ptr {v.text}" if v.elem == "ptr" else f"i64 {v.text}" for v in values]
         words += ["i64 0"] * (4 - len(words))
@@ -120,8 +120,8 @@ def emulated_tiles(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[tu
     lacking: Callable[..., list[str]] = cpu.lacking
     with monkeypatch.context() as patch:
         patch.setenv("RELAXLITE_KERNEL_CACHE", str(folder))
-        patch.setattr(extern_call, "emit_tiles", emit)
-        patch.setattr(libraries, "_ask_for_tiles", lambda: None)
+        patch.setattr(extern_call, "emit_amx_routine", emit)
+        patch.setattr(libraries, "_request_amx_permission", lambda: None)
         patch.setattr(cpu, "lacking", lambda names: [n for n in lacking(names) if not n.startswith("amx-")])
         has = tuple(f for f in host.features if "amx" not in f)
         try:

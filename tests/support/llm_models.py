@@ -9,7 +9,7 @@ import numpy as np
 
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, expected_weights
 from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Latent, Rope, StateLayers
-from relaxlite.runtime.kv_cache import CacheLayout, Pool
+from relaxlite.runtime.kv_cache import CacheLayout, PoolLayout
 
 VOCAB, CONTEXT = 61, 96
 
@@ -90,7 +90,7 @@ def attention_layout(
     layers: int, kv_heads: int, width: int, page: int = 64, dtype: str = "float32", block: int = 16
 ) -> CacheLayout:
     """Of layers that all attend."""
-    layer = [Pool(kv_heads, (width, page), dtype), Pool(kv_heads, (page, width), dtype)]
+    layer = [PoolLayout(kv_heads, (width, page), dtype), PoolLayout(kv_heads, (page, width), dtype)]
     return CacheLayout(tuple(layer) * layers, kv_heads, page, dtype, block)
 
 

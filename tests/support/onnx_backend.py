@@ -150,7 +150,7 @@ def _narrow_types(module: IRModule, names: Any) -> list[NarrowType | None]:
 def _carried(module: IRModule, arrays: Sequence[Any]) -> list[Any]:
     """Inputs of narrow types as the 8-bit tensors that carry them."""
     types = _narrow_types(module, module["main"].attrs["input_names"])  # type: ignore[union-attr]
-    return [x if ty is None else ty.carry(x) for x, ty in zip(arrays, types, strict=True)]
+    return [x if ty is None else ty.to_storage(x) for x, ty in zip(arrays, types, strict=True)]
 
 
 def _uncarried(module: IRModule, arrays: Sequence[Any]) -> list[Any]:

@@ -44,7 +44,7 @@ class Graph:
 
     def module(self, size: int) -> IRModule:
         params = (*self.pool, self.places, self.flag)
-        with self.bb.function_of("main", params):  # type: ignore[arg-type]
+        with self.bb.function_with_params("main", params):  # type: ignore[arg-type]
             self.steps(size)
             count = self.draw(st.integers(1, 3))
             results = [self.pool[-1], *(self.pick() for _ in range(count - 1))]

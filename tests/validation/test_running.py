@@ -12,7 +12,7 @@ from hypothesis import given, settings
 import relaxlite as rl
 from relaxlite.codegen import interpreter
 from relaxlite.codegen.llvm import machine_code
-from relaxlite.codegen.llvm.guarded import one_by_one
+from relaxlite.codegen.llvm.guarded import unschedule
 from relaxlite.errors import ExecutionError, InputError, OutOfBoundsError
 from relaxlite.ir.expr import Constant
 from relaxlite.ir.program import (
@@ -151,7 +151,7 @@ def test_what_stands_beside_a_library_runs_in_its_place() -> None:
 
 def test_loops_lose_their_kinds() -> None:
     ask = Prefetch(X, (sym(0),))
-    made = one_by_one(program(each(lambda i: seq(ask, Store(OUT, (i,), Load(X, (i,)))), kind="parallel")))
+    made = unschedule(program(each(lambda i: seq(ask, Store(OUT, (i,), Load(X, (i,)))), kind="parallel")))
     assert [s.kind for s in walk_stmts(made.body) if isinstance(s, For)] == ["serial"]
     assert not any(isinstance(s, Prefetch) for s in walk_stmts(made.body))
 

@@ -21,7 +21,7 @@ from relaxlite.errors import InvalidArgumentError, ValidationError
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Body, Call, Expr, Function, MatchShape, ShapeValue, Tuple, TupleGetItem, Var
-from relaxlite.ir.intrinsics import DOT4_BYTES, INTRINSICS, LOOKUP
+from relaxlite.ir.intrinsics import DOT4_PACKED_U8S8, INTRINSICS, LOOKUP
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import Buffer, Check, For, Intrinsic, Literal, Load, Seq, Stmt, Store, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter
@@ -426,7 +426,7 @@ def gelu_chain(x: Var, half: float = 0.5) -> IRModule:
     assert isinstance(x.ty, TensorType)
     scalar = dtypes.to_numpy(x.ty.dtype).type
     bb = BlockBuilder()
-    with bb.function_of("main", (x,)):
+    with bb.function_with_params("main", (x,)):
         erf = bb.emit(ops.erf(bb.emit(ops.divide(x, scalar(2**0.5)))))
         scaled = bb.emit(ops.multiply(x, scalar(half)))
         bb.result(bb.emit(ops.multiply(scaled, bb.emit(ops.add(erf, scalar(1))))))
@@ -565,7 +565,7 @@ def test_the_oracle_runs_programs_of_every_intrinsic(name: str) -> None:
     known, j = INTRINSICS[name], SymVar("j")
     columns = [Buffer.of(f"x{k}", (8,), dtype or "float32") for k, dtype in enumerate(known.args)]
     parts: list[Value] = [column[j] for column in columns]
-    if name in (LOOKUP, DOT4_BYTES):  # tables and bounds are literals
+    if name in (LOOKUP, DOT4_PACKED_U8S8):  # tables and bounds are literals
         count = 4 if name == LOOKUP else 2
         parts[-count:] = [Literal(255, "int32")] * count
     inputs = columns[: sum(isinstance(part, Load) for part in parts)]

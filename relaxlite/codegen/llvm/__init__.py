@@ -1,15 +1,15 @@
-"""Tensor programs to machine code through LLVM: `compile_programs`; `emit_program` and `emit_assembly` are to look at.
+"""Compile tensor programs to machine code by LLVM: `compile_programs`; `emit_program` and `emit_assembly` give text.
 
-compile.py     programs to objects, through the cache on disk and on all cores
-machine_code.py LLVM IR to an object; isolated.py: the same in a child process
+compile.py     programs to object files, by the on-disk cache and on all cores
+machine_code.py LLVM IR to an object file; isolated.py: in a child process
 module.py      a program to LLVM IR
 statements.py  loops, stores, conditions, scratch memory; parallel.py, loops.py
 values.py      expressions over data; scalars.py: each scalar function; math*.py, erf_table.py: exp, sin, ...
 memory.py      loads and stores of one element, of a vector, under a mask; types.py: conversions
-indices.py     symbolic integers, computed where their variables are; checked.py: with overflow tests
-emitter.py     the builder of IR text
-host.py        bytecode to the host function; host_writer.py: its instructions, host_values.py: its values
-support.py     the runtime's own code for the target
+indices.py     symbolic integers, hoisted out of loops; checked.py: with overflow checks
+emitter.py     builder of LLVM IR as text
+host.py        bytecode to a host function; host_writer.py: its instructions, host_values.py: its values
+support.py     object code of the runtime's own functions
 """
 
 from relaxlite.codegen.llvm.compile import ObjectCode, compile_programs, emit_assembly

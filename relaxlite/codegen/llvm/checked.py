@@ -1,19 +1,20 @@
-"""Symbolic integers in programs with the attribute `checked`: a result beyond 64 bits is an error, status -1.
+"""Overflow-checked symbolic integers, for programs with the attribute `checked`: overflow of int64 is status -1.
 
-Such programs compute the sizes of tensors from what a caller passes, so that the arithmetic of all other programs,
-whose indices lie inside those tensors, cannot overflow.
+These programs compute the sizes of tensors from a caller's shapes. Index arithmetic of all other programs stays inside
+those tensors, so it cannot overflow.
 """
 
 from __future__ import annotations
 
-from relaxlite.codegen.llvm.context import OVERFLOWED, Kernel
+from relaxlite.codegen.llvm.context import OVERFLOWED, KernelContext
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.codegen.llvm.indices import divide_floor
 from relaxlite.ir.symbolic import Extremum, FloorDiv, FloorMod, Max, Min, SymExpr, SymVar
 
 
-def index(k: Kernel, expr: SymExpr) -> Val:
-    """An expression as an i64, or a vector of them; in a checked program computed here, with overflow tests."""
+def emit_index(k: KernelContext, expr: SymExpr) -> Val:
+    """Emit a symbolic expression as i64, a vector where it varies over lanes; with overflow checks in checked
+    programs."""
     if not k.is_checked:
         return k.ix.value(expr)
     flags: list[Val] = []
@@ -26,7 +27,7 @@ def index(k: Kernel, expr: SymExpr) -> Val:
     return value
 
 
-def _sum(k: Kernel, expr: SymExpr, flags: list[Val]) -> Val:
+def _sum(k: KernelContext, expr: SymExpr, flags: list[Val]) -> Val:
     total = None
     for monomial, coef in expr.terms:
         term = _atom(k, monomial[0], flags)
@@ -43,12 +44,12 @@ def _sum(k: Kernel, expr: SymExpr, flags: list[Val]) -> Val:
 def _overflowing(e: Emitter, name: str, a: Val, b: Val, flags: list[Val]) -> Val:
     full = f"llvm.{name}.with.overflow.i64"
     e.module.declare(full, "{ i64, i1 }", ["i64", "i64"])
-    both = e.op(f"call {{ i64, i1 }} @{full}({a}, {b})", "{ i64, i1 }")
-    flags.append(e.op(f"extractvalue {both}, 1", "i1", 0, "overflow"))
-    return e.op(f"extractvalue {both}, 0", "i64", 0, "x")
+    pair = e.op(f"call {{ i64, i1 }} @{full}({a}, {b})", "{ i64, i1 }")
+    flags.append(e.op(f"extractvalue {pair}, 1", "i1", 0, "overflow"))
+    return e.op(f"extractvalue {pair}, 0", "i64", 0, "x")
 
 
-def _atom(k: Kernel, atom: SymExpr, flags: list[Val]) -> Val:
+def _atom(k: KernelContext, atom: SymExpr, flags: list[Val]) -> Val:
     if isinstance(atom, SymVar):
         return k.ix.variables[atom].value
     assert isinstance(atom, FloorDiv | FloorMod | Min | Max)

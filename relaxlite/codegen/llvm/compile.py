@@ -1,8 +1,8 @@
-"""Programs to object code, one object for each that differs: from the cache, else emitted and compiled on all cores.
+"""Compile programs to object files, one per distinct program, by the on-disk cache and on all cores.
 
-A kernel's key is a hash of its program, the target, the LLVM that is used and the source of the code generator itself
-(with the IR that it reads). The key is also the kernel's symbol, so that equal programs of a model share one object and
-objects of several models can be linked together.
+A kernel's key is a hash of its program, the target, LLVM's version and the source of the code generator (with the IR).
+The kernel's symbol contains the key, so equal programs of a model share one object, and objects of several models can
+be linked together.
 """
 
 from __future__ import annotations
@@ -42,22 +42,24 @@ _SOURCES = (
     "llvm_names.py",
     "runtime/host.py",
     "runtime/libraries.py",
-)  # all that decides about code
+)  # all sources that decide about generated code
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectCode:
-    """Machine code of kernels as relocatable object files, and what to call in them, by program name."""
+    """Relocatable object files of kernels, and the kernels' symbols by program name."""
 
     objects: tuple[bytes, ...]
     kernels: dict[str, KernelInfo]
-    num_compiled: int  # of the objects: by LLVM, now; the others came from the cache
+    num_compiled: int  # objects that LLVM compiled; the others come from the cache
     timings: dict[str, float]  # seconds: "look_up", "emit", "llvm"
 
 
 @dataclass(frozen=True, slots=True)
 class _Object:
+    """A cache entry: object code, and the messages of the kernel's checks."""
+
     checks: tuple[str, ...]
     code: bytes
 
@@ -72,27 +74,30 @@ class _Object:
 
 
 def compile_programs(programs: Mapping[str, TensorProgram], target: Target) -> ObjectCode:
-    """Object code for `target`. CodegenError names the program that could not be compiled, and where its code is."""
+    """Compile programs by name for a target.
+
+    CodegenError names the program that cannot be compiled, and the file with its text.
+    """
     start = time.perf_counter()
     keys = {name: _key_of(name, program, target) for name, program in programs.items()}
     store = open_cache()
     objects: dict[str, _Object] = {}
-    missing: dict[str, str] = {}  # the first program of a key
+    uncached: dict[str, str] = {}  # key -> name of its first program
     for name, key in keys.items():
-        if key in objects or key in missing:
+        if key in objects or key in uncached:
             continue
         content = store.get(key) if store else None
         if content is None:
-            missing[key] = name
+            uncached[key] = name
         else:
             objects[key] = _Object.unpack(content)
     looked_up = time.perf_counter()
-    texts = {key: _emit(name, programs[name], target, _symbol(key)) for key, name in missing.items()}
+    texts = {key: _emit(name, programs[name], target, _symbol(key)) for key, name in uncached.items()}
     emitted = time.perf_counter()
-    result = _compile_texts(texts, missing, target)
-    objects |= result
-    if store and result:
-        store.put({key: item.pack() for key, item in result.items()})
+    compiled = _compile_texts(texts, uncached, target)
+    objects |= compiled
+    if store and compiled:
+        store.put({key: item.pack() for key, item in compiled.items()})
     done = time.perf_counter()
     return ObjectCode(
         objects=tuple(objects[key].code for key in dict.fromkeys(keys.values())),
@@ -102,13 +107,13 @@ def compile_programs(programs: Mapping[str, TensorProgram], target: Target) -> O
             )
             for name, key in keys.items()
         },
-        num_compiled=len(result),
+        num_compiled=len(compiled),
         timings={"look_up": looked_up - start, "emit": emitted - looked_up, "llvm": done - emitted},
     )
 
 
 def emit_assembly(programs: Mapping[str, TensorProgram], target: Target) -> str:
-    """The machine code as text, for people."""
+    """Assembly text of programs, for inspection."""
     return "\n".join(machine_code.to_assembly(emit_program(name, p, target), target) for name, p in programs.items())
 
 
@@ -125,7 +130,7 @@ def _symbol(key: str) -> str:
 
 @cache
 def generator_key(target: Target) -> str:
-    """Everything but the program that the code of a kernel or a host function depends on."""
+    """Hash of everything except the program that generated code depends on: versions, target, sources."""
     parts = [__version__, llvmlite.__version__, machine_code.llvm_version(), repr(target)]
     return hashlib.sha256("\n".join([*parts, *map(sources_key, _SOURCES)]).encode()).hexdigest()
 
@@ -135,12 +140,12 @@ def _emit(name: str, program: TensorProgram, target: Target, symbol: str) -> Ker
         return emit_kernel(name, program, target, symbol)
     except CodegenError as error:
         raise CodegenError(
-            f"{error}\n  hint: the program is in {_keep(name, '.py', print_program(name, program))}"
+            f"{error}\n  hint: the program is in {_dump(name, '.py', print_program(name, program))}"
         ) from error
 
 
 def _compile_texts(texts: Mapping[str, KernelText], names: Mapping[str, str], target: Target) -> dict[str, _Object]:
-    """LLVM's part, on several threads: the most text first, so that no thread is left with much at the end."""
+    """Compile LLVM IR to objects on several threads, the longest text first for even load."""
     if not texts:
         return {}
     threads = min(config.compile_threads(), len(texts))
@@ -156,8 +161,8 @@ def _compile_texts(texts: Mapping[str, KernelText], names: Mapping[str, str], ta
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
-    result = dict(zip(in_order, codes, strict=True))
-    return {key: _Object(text.checks, result[key]) for key, text in texts.items()}
+    code_by_key = dict(zip(in_order, codes, strict=True))
+    return {key: _Object(text.checks, code_by_key[key]) for key, text in texts.items()}
 
 
 def _compile_one(
@@ -168,12 +173,12 @@ def _compile_one(
         return to_object(text)
     except CodegenError as error:
         raise CodegenError(
-            f"program {names[key]!r}: {error}\n  hint: its LLVM IR is in {_keep(names[key], '.ll', text)}"
+            f"program {names[key]!r}: {error}\n  hint: its LLVM IR is in {_dump(names[key], '.ll', text)}"
         ) from error
 
 
-def _keep(name: str, suffix: str, text: str) -> str:
-    """Write a program that failed, or its code, to where a person finds it."""
+def _dump(name: str, suffix: str, text: str) -> str:
+    """Write a program that failed, or its IR, to the dump folder; returns the path."""
     folder = config.get("dump_dir") or tempfile.gettempdir()
     Path(folder).mkdir(parents=True, exist_ok=True)
     path = Path(folder) / f"relaxlite-{re.sub(r'[^A-Za-z0-9_]', '_', name)[:80]}{suffix}"
@@ -182,7 +187,7 @@ def _keep(name: str, suffix: str, text: str) -> str:
 
 
 class _InProcess:
-    """The plain way to use LLVM, in the form of isolated.Compilers."""
+    """LLVM in this process, with the interface of isolated.Compilers."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

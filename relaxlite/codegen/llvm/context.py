@@ -1,4 +1,4 @@
-"""What the parts of the code generator share while they emit one function of a kernel."""
+"""State of the code generator while it emits one function of a kernel."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from relaxlite.ir.program import Buffer, Value
 from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.records import dataclass
 
-# statuses that a kernel may return beside 0 and 1 + the index of a failed check; the last in a guarded one alone
+# Statuses of kernels beside 0 and 1 + the index of a failed check; OUT_OF_BOUNDS only of guarded kernels.
 OVERFLOWED, OUT_OF_MEMORY, OUT_OF_BOUNDS = -1, -2, -3
 
-LoadKey: TypeAlias = tuple[Buffer, SymExpr, int, str]  # where, how many lanes, under which mask
-AccessKey: TypeAlias = tuple[Buffer, SymExpr, SymVar | None, int, tuple[int, ...]]  # ... and the unrolled variables
+LoadKey: TypeAlias = tuple[Buffer, SymExpr, int, str]  # buffer, offset, lanes, text of the mask
+AccessKey: TypeAlias = tuple[
+    Buffer, SymExpr, SymVar | None, int, tuple[int, ...]
+]  # buffer, offset, lane variable, lanes, values of unrolled variables
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One element per lane of a buffer: element number `base + stride*lane` when `kind` says so, else `offset`."""
+    """A memory access of one element per lane: `base + stride*lane` if contiguous or strided, else `offset`."""
 
     buffer: Buffer
     kind: Literal["uniform", "contiguous", "strided", "scattered"]
@@ -42,41 +44,42 @@ class Access:
 
 
 @dataclass(slots=True)
-class Kernel:
-    """One function under construction: `e` writes it, `ix` knows the variables, the rest is where we are.
+class KernelContext:
+    """One function under construction: `e` emits instructions, `ix` emits index expressions.
 
-    Inside a vectorized loop `lane` is its variable and `lanes` its extent. `mask` says which lanes are active (None:
-    all); `some_active`: it is known that one is, as it always is between statements.
+    In a vectorized loop, `lane` is the loop variable and `lanes` its extent; `mask`: the active lanes, None for all;
+    `some_active`: at least one lane is known to be active, which is the case between statements.
     """
 
     name: str
     e: Emitter
     ix: Indices
-    checks: dict[str, int]  # message -> index; shared with the outlined functions
-    entry: Lines  # where arrays on the stack are made: only there do they live once per call
+    checks: dict[str, int]  # message -> index, shared with outlined functions
+    entry: Lines  # insertion point of allocas in the entry block
     is_checked: bool = False
-    is_guarded: bool = False  # see guarded.py
+    is_guarded: bool = False  # bounds checks at every access, see guarded.py
     in_parallel: bool = False
     lane: SymVar | None = None
     lanes: int = 0
     mask: Val | None = None
     some_active: bool = True
-    per_lane: set[Buffer] = field(default_factory=set)  # allocated inside the vectorized loop: one copy per lane
-    scratch: list[Val] = field(default_factory=list)  # to be freed on every way out
-    loads: dict[LoadKey, Val] = field(default_factory=dict)  # what is still known to be in memory
-    places: dict[LoadKey, int] = field(default_factory=dict)  # where those begin that are contiguous from a constant on
-    values: dict[Value, Val] = field(default_factory=dict)  # of the statement being emitted
+    per_lane: set[Buffer] = field(default_factory=set)  # buffers allocated in the vectorized loop, one copy per lane
+    scratch: list[Val] = field(default_factory=list)  # workspaces to free at every return
+    loads: dict[LoadKey, Val] = field(default_factory=dict)  # values known to be in memory, for load forwarding
+    vector_offsets: dict[LoadKey, int] = field(default_factory=dict)  # constant first element of contiguous `loads`
+    values: dict[Value, Val] = field(default_factory=dict)  # emitted values of the current statement
     offsets: dict[tuple[Buffer, tuple[SymExpr, ...]], SymExpr] = field(default_factory=dict)
     accesses: dict[AccessKey, Access] = field(default_factory=dict)
-    needs_fence: bool = False  # stores went past the caches: they must be done before the function says that it is
-    ahead: dict[Buffer, int] = field(default_factory=dict)  # bytes before its loads that a vector of it is asked for
-    in_order: frozenset[Buffer] = frozenset()  # vectors of which are loaded in the order in which they are read
-    loading: dict[Value, bool] = field(default_factory=dict)  # whether a value loads anything
+    needs_fence: bool = False  # after nontemporal stores, which must complete before the function returns
+    prefetch_distances: dict[Buffer, int] = field(default_factory=dict)  # prefetch distance in bytes, by buffer
+    ordered_buffers: frozenset[Buffer] = frozenset()  # buffers whose vector loads LLVM must not reorder
+    contains_load: dict[Value, bool] = field(default_factory=dict)  # whether a value contains a load
 
     # Lanes
 
     @contextmanager
     def vectorized(self, lane: SymVar, lanes: int) -> Iterator[None]:
+        """Enter the body of a vectorized loop."""
         self.lane, self.lanes = lane, lanes
         try:
             yield
@@ -85,8 +88,8 @@ class Kernel:
 
     @contextmanager
     def active(self, cond: Val, *, some_active: bool = True) -> Iterator[None]:
-        """Only the lanes of `cond` are active, of those that are now; `some_active`: what is read for all lanes at once
-        may be read even so."""
+        """Restrict the active lanes to those of `cond`. `some_active`: at least one is known to be active, so uniform
+        loads are safe."""
         outer = self.mask, self.some_active
         self.mask = cond if self.mask is None else self.e.binary("and", self.mask, cond, "mask")
         self.some_active = some_active
@@ -97,23 +100,24 @@ class Kernel:
 
     @contextmanager
     def masked(self, cond: Val, *, some_active: bool = False) -> Iterator[None]:
-        """The same for code that may not run: what it finds out is forgotten afterwards."""
+        """Enter `active` for code that may not run: known loads and values are restored afterwards."""
         with self.active(cond, some_active=some_active), self.branch():
             yield
 
     def when_active(self, cond: Val) -> Val:
-        """cond in the lanes that are active, false in the others."""
+        """Emit `cond` in active lanes and false in inactive ones."""
         return cond if self.mask is None else self.e.binary("and", self.mask, cond, "mask")
 
     def stack_array(self, name: str, elem: str, count: int) -> Val:
+        """Alloca of an array, aligned to 64 bytes, in the entry block."""
         with self.e.place(self.entry):
             return self.e.op(f"alloca [{count} x {elem}], align 64", "ptr", 0, name)
 
-    # What is known
+    # Known values
 
     @contextmanager
     def branch(self) -> Iterator[None]:
-        """Code that may not run: what it finds out is forgotten afterwards."""
+        """Enter code that may not run: known loads and values are restored afterwards."""
         loads, values = self.loads, self.values
         self.loads, self.values = dict(loads), dict(values)
         try:
@@ -122,22 +126,24 @@ class Kernel:
             self.loads, self.values = loads, values
 
     def forget_loads(self) -> None:
+        """Invalidate all known loads and values, at control flow and calls."""
         self.loads.clear()
         self.values.clear()
 
-    # Ways out
+    # Returns
 
     def finish(self) -> None:
-        """Return success."""
+        """Emit the return of success, behind a store fence where nontemporal stores need one."""
         if self.needs_fence and self.e.target.is_x86:
             self.e.call_void("llvm.x86.sse.sfence", [])
         self.e.line("ret i32 0")
 
     def fail_if(self, cond: Val, status: int) -> None:
-        """Return `status` from the function when the scalar `cond` holds."""
+        """Emit: return `status` if the scalar `cond` holds."""
         self.return_if(cond, int_const(status, "i32"))
 
     def return_if(self, cond: Val, status: Val) -> None:
+        """Emit: free all workspaces and return `status` if the scalar `cond` holds."""
         failed, passed = self.e.fresh("failed"), self.e.fresh("passed")
         self.e.branch_if(cond, failed, passed)
         self.e.start(failed)

@@ -1,15 +1,15 @@
-"""Dot products of a few narrow elements per lane (ir/intrinsics.py), as the instruction that the target has for them.
+"""Dot products of a few narrow elements per lane (ir/intrinsics.py: dp4a, dot2), by the target's instructions.
 
-The operands of one lane that lie beside each other in memory, four bytes or two 16-bit floats, are loaded as one 32-bit
-element: a vector of them for an operand that moves with the lanes, one that is broadcast for an operand that does not.
+Adjacent operands of one lane, four bytes or two 16-bit numbers, are loaded as one packed int32: a vector for an operand
+that varies over the lanes, a broadcast scalar for a uniform one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from relaxlite.codegen.llvm import byte_pairs, memory
-from relaxlite.codegen.llvm.context import Access, Kernel
+from relaxlite.codegen.llvm import maddubs, memory
+from relaxlite.codegen.llvm.context import Access, KernelContext
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const, mangle
 from relaxlite.codegen.llvm.types import convert, from_memory
 from relaxlite.codegen.llvm.widths import widest_lanes
@@ -19,20 +19,21 @@ from relaxlite.ir.symbolic import as_int
 from relaxlite.target import Target
 
 
-def emit_dot(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
-    """The accumulator plus the dot product, by the target's instruction or widened, multiplied and added."""
+def emit_dot(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
+    """Emit accumulator plus dot product of separate elements, by the target's instruction or by widened
+    multiply-adds."""
     e, dot = k.e, DOT_PRODUCTS[value.name]
-    total, *factors = value.args
+    accumulator, *factors = value.args
     sides = factors[: dot.length], factors[dot.length :]
     packed = [load_packed(k, side) for side in sides]
     if packed[0] is not None and packed[1] is not None:
         a, b = packed[0], packed[1]
-        c = emit_value(k, total)
+        c = emit_value(k, accumulator)
         width = _instruction_lanes(e.target, value.name, k.lanes)
         if width and (a.lanes or b.lanes):
             return _by_instruction(k, value.name, width, c, a, b)
         return _portable(e, dot, c, _elements(e, a, dot.a, dot), _elements(e, b, dot.b, dot))
-    c = emit_value(k, total)
+    c = emit_value(k, accumulator)
     a_parts, b_parts = ([emit_value(k, x) for x in side] for side in sides)
     return _portable(
         e,
@@ -43,10 +44,10 @@ def emit_dot(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], 
     )
 
 
-def emit_dot_of_words(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
-    """The same of operands that are words already."""
-    if width := byte_pairs.pair_lanes(k.e.target, k.lanes):
-        return byte_pairs.emit_dots(k, value, emit_value, width)
+def emit_dp4a(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
+    """Emit dp4a of packed int32: by VNNI, by pmaddubsw (maddubs.py), or by widened multiply-adds."""
+    if width := maddubs.maddubs_lanes(k.e.target, k.lanes):
+        return maddubs.emit_dp4a_chain(k, value, emit_value, width)
     c, a, b = (emit_value(k, x) for x in value.args[:3])
     name = "dot4_u8s8"
     dot, width = DOT_PRODUCTS[name], _instruction_lanes(k.e.target, name, k.lanes)
@@ -55,30 +56,31 @@ def emit_dot_of_words(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel,
     return _portable(k.e, dot, c, _elements(k.e, a, dot.a, dot), _elements(k.e, b, dot.b, dot))
 
 
-def emit_dot_of_pairs(
-    k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val], total: Val | None = None
+def emit_dot2_bf16(
+    k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val], total: Val | None = None
 ) -> Val:
-    """dot2_bf16 of operands that are words already, added to `total` where that is given."""
+    """Emit dot2_bf16 of packed int32, added to `total`, or to the intrinsic's own accumulator where that is None."""
     c = emit_value(k, value.args[0]) if total is None else total
     a, b = (emit_value(k, x) for x in value.args[1:])
-    return _dot_of_halves(k, "dot2_bf16", c, a, b)
+    return _dot2(k, "dot2_bf16", c, a, b)
 
 
-def _dot_of_halves(k: Kernel, name: str, c: Val, a: Val, b: Val) -> Val:
+def _dot2(k: KernelContext, name: str, c: Val, a: Val, b: Val) -> Val:
+    """Emit a dot product of two 16-bit numbers per lane."""
     dot, width = DOT_PRODUCTS[name], _instruction_lanes(k.e.target, name, k.lanes)
     if width and (a.lanes or b.lanes):
         return _by_instruction(k, name, width, c, a, b)
     return _portable(k.e, dot, c, _elements(k.e, a, dot.a, dot), _elements(k.e, b, dot.b, dot))
 
 
-def emit_dot_of_halves(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
-    """dot2_i16 of operands that are words already."""
+def emit_dot2_i16(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
+    """Emit dot2_i16 of packed int32."""
     c, a, b = (emit_value(k, x) for x in value.args)
-    return _dot_of_halves(k, "dot2_i16", c, a, b)
+    return _dot2(k, "dot2_i16", c, a, b)
 
 
-def emit_word(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
-    """Four bytes as one word: one load, or put together."""
+def emit_packed_bytes(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
+    """Emit four bytes as one packed int32: by one load, or by shifts and ors."""
     packed = load_packed(k, value.args)
     if packed is not None:
         return packed
@@ -89,30 +91,30 @@ def emit_word(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value],
     return total
 
 
-def _by_instruction(k: Kernel, name: str, width: int, c: Val, a: Val, b: Val) -> Val:
+def _by_instruction(k: KernelContext, name: str, width: int, c: Val, a: Val, b: Val) -> Val:
     e = k.e
     operands = [e.cast("bitcast", e.splat(c, k.lanes), "i32"), e.splat(a, k.lanes), e.splat(b, k.lanes)]
-    result = e.by_parts(operands, width, lambda *parts: _INSTRUCTIONS[name](e, *parts))
+    result = e.by_subvectors(operands, width, lambda *parts: _INSTRUCTIONS[name](e, *parts))
     return e.cast("bitcast", result, c.elem)
 
 
-def load_packed(k: Kernel, side: Sequence[Value]) -> Val | None:
-    """The elements of one operand as one i32 per lane, if they lie beside each other."""
-    result = [memory.classify(k, x.buffer, x.indices) for x in side if isinstance(x, Load)]
-    if len(result) != len(side) or any(access.buffer is not result[0].buffer for access in result):
+def load_packed(k: KernelContext, elements: Sequence[Value]) -> Val | None:
+    """Load the elements of one operand as one packed int32 per lane; None where they are not adjacent in memory."""
+    accesses = [memory.classify_access(k, x.buffer, x.indices) for x in elements if isinstance(x, Load)]
+    if len(accesses) != len(elements) or any(access.buffer is not accesses[0].buffer for access in accesses):
         return None
-    first = result[0]
-    if any(as_int(access.offset - first.offset) != n for n, access in enumerate(result)):
+    first = accesses[0]
+    if any(as_int(access.offset - first.offset) != n for n, access in enumerate(accesses)):
         return None
     if first.kind == "uniform" and (k.mask is None or k.some_active):
         return _load_uniform(k, first)
     stride = None if first.stride is None else as_int(first.stride)
-    if first.kind == "strided" and stride == len(side):
+    if first.kind == "strided" and stride == len(elements):
         return _load_lanes(k, first)
     return None
 
 
-def _load_uniform(k: Kernel, access: Access) -> Val:
+def _load_uniform(k: KernelContext, access: Access) -> Val:
     key = (access.buffer, access.offset, 0, "dot")
     if key not in k.loads:
         pointer = k.ix.pointer(access.buffer, access.base)
@@ -120,7 +122,7 @@ def _load_uniform(k: Kernel, access: Access) -> Val:
     return k.loads[key]
 
 
-def _load_lanes(k: Kernel, access: Access) -> Val:
+def _load_lanes(k: KernelContext, access: Access) -> Val:
     e, lanes = k.e, k.lanes
     key = (access.buffer, access.offset, lanes, "dot" + (k.mask.text if k.mask is not None else ""))
     if key in k.loads:
@@ -136,7 +138,7 @@ def _load_lanes(k: Kernel, access: Access) -> Val:
 
 
 def _elements(e: Emitter, packed: Val, dtype: str, dot: DotProduct) -> list[Val]:
-    """The parts of 32-bit elements, first byte first, each in the accumulator's type."""
+    """Unpack int32 lanes, lowest bits first, and convert each part to the accumulator's type."""
     bits = 32 // dot.length
     parts = []
     for n in range(dot.length):
@@ -147,7 +149,7 @@ def _elements(e: Emitter, packed: Val, dtype: str, dot: DotProduct) -> list[Val]
 
 
 def _portable(e: Emitter, dot: DotProduct, total: Val, a: Sequence[Val], b: Sequence[Val]) -> Val:
-    """The last pair first, as the reference does."""
+    """Emit multiply-adds in the reference's order of summation: the last pair first."""
     for x, y in reversed(list(zip(a, b, strict=True))):
         is_float = dot.total == "float32"
         total = e.fma(x, y, total) if is_float else e.binary("add", total, e.binary("mul", x, y))
@@ -155,35 +157,35 @@ def _portable(e: Emitter, dot: DotProduct, total: Val, a: Sequence[Val], b: Sequ
 
 
 def _instruction_lanes(target: Target, name: str, lanes: int) -> int:
-    """How many 32-bit lanes the target's instruction takes, of the widest that divides `lanes`; 0: it has none."""
+    """Number of 32-bit lanes of the target's widest instruction that divides `lanes`; 0 where it has none."""
     if name == "dot2_bf16":
-        has_wide = target.has("avx512bf16")
-        has = {512: has_wide, 256: has_wide and target.has("avx512vl")}
-        has[128] = has[256]
+        has_512 = target.has("avx512bf16")
+        supported = {512: has_512, 256: has_512 and target.has("avx512vl")}
+        supported[128] = supported[256]
     elif name == "dot2_i16":
-        has = {bits: target.has(result.feature) for bits, result in byte_pairs.INSTRUCTIONS.items()}
+        supported = {bits: target.has(instructions.feature) for bits, instructions in maddubs.MADD_INTRINSICS.items()}
     else:
-        has_wide = target.has("avx512vnni")
-        has = {512: has_wide, 256: (has_wide and target.has("avx512vl")) or target.has("avxvnni")}
-        has[128] = has[256]
-    return widest_lanes(target, lanes, has.__getitem__)
+        has_512 = target.has("avx512vnni")
+        supported = {512: has_512, 256: (has_512 and target.has("avx512vl")) or target.has("avxvnni")}
+        supported[128] = supported[256]
+    return widest_lanes(target, lanes, supported.__getitem__)
 
 
 def _vpdpbusd(e: Emitter, c: Val, a: Val, b: Val) -> Val:
-    bytes_of = [e.op(f"bitcast {x} to <{4 * x.lanes} x i8>", "i8", 4 * x.lanes) for x in (a, b)]
-    return e.call(f"llvm.x86.avx512.vpdpbusd.{32 * c.lanes}", [c, *bytes_of], "i32", c.lanes, "dot")
+    operands = [e.op(f"bitcast {x} to <{4 * x.lanes} x i8>", "i8", 4 * x.lanes) for x in (a, b)]
+    return e.call(f"llvm.x86.avx512.vpdpbusd.{32 * c.lanes}", [c, *operands], "i32", c.lanes, "dot")
 
 
 def _vdpbf16ps(e: Emitter, c: Val, a: Val, b: Val) -> Val:
-    pairs = [e.op(f"bitcast {x} to <{2 * x.lanes} x bfloat>", "bfloat", 2 * x.lanes) for x in (a, b)]
+    operands = [e.op(f"bitcast {x} to <{2 * x.lanes} x bfloat>", "bfloat", 2 * x.lanes) for x in (a, b)]
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * c.lanes}"
-    sums = e.call(name, [e.cast("bitcast", c, "float"), *pairs], "float", c.lanes, "dot")
-    return e.cast("bitcast", sums, "i32")
+    result = e.call(name, [e.cast("bitcast", c, "float"), *operands], "float", c.lanes, "dot")
+    return e.cast("bitcast", result, "i32")
 
 
 def _pmaddwd(e: Emitter, c: Val, a: Val, b: Val) -> Val:
-    pairs = [e.op(f"bitcast {x} to <{2 * x.lanes} x i16>", "i16", 2 * x.lanes) for x in (a, b)]
-    return e.binary("add", c, e.call(byte_pairs.INSTRUCTIONS[32 * c.lanes].sums, pairs, "i32", c.lanes, "dot"))
+    operands = [e.op(f"bitcast {x} to <{2 * x.lanes} x i16>", "i16", 2 * x.lanes) for x in (a, b)]
+    return e.binary("add", c, e.call(maddubs.MADD_INTRINSICS[32 * c.lanes].maddwd, operands, "i32", c.lanes, "dot"))
 
 
 _INSTRUCTIONS: Mapping[str, Callable[..., Val]] = {

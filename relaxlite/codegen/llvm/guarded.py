@@ -1,8 +1,7 @@
-"""Programs as machine code that only says what they mean: one element after the other, every access checked.
+"""Unscheduled programs for guarded kernels: reference semantics as machine code, with every access bounds-checked.
 
-No loop is vectorized, unrolled or parallel, no library is called, fresh memory is poisoned. An access outside of a
-buffer is status -3, as the interpreter of loops (codegen/python_source.py) raises OutOfBoundsError; such code is some
-thousand times as fast.
+Loops are serial, no library is called, fresh memory is poisoned. An access outside of a buffer is status -3, where the
+interpreter (codegen/python_source.py) raises OutOfBoundsError.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import ProgramRewriter
 
 
-class _OneByOne(ProgramRewriter):
-    """Loops without their kinds, and what stands beside calls of libraries in their place."""
+class _Unschedule(ProgramRewriter):
+    """Makes loops serial, drops prefetches, and takes the fallback of each library call."""
 
     def _value(self, value: Value) -> Value:
         return Literal(False, "bool") if isinstance(value, LibraryFound) else super()._value(value)
@@ -40,6 +39,6 @@ class _OneByOne(ProgramRewriter):
         return super().stmt(stmt)
 
 
-def one_by_one(program: TensorProgram) -> TensorProgram:
-    """The program, to be emitted with guards."""
-    return replace(program, body=_OneByOne().stmt(program.body))
+def unschedule(program: TensorProgram) -> TensorProgram:
+    """Remove loop kinds, prefetches and library calls from a program, for `emit_kernel(is_guarded=True)`."""
+    return replace(program, body=_Unschedule().stmt(program.body))

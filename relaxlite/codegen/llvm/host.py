@@ -1,8 +1,8 @@
-"""The host function: the bytecode of `main` as machine code, so that a call of a model is one call of a function.
+"""Compile the bytecode of an entry to a host function, so that a call of a model is one native call.
 
-`runtime/host.py` has the interface. It is the bytecode that is compiled, instruction by instruction, with the
-interpreter's checks; what fails a check gives up, and the interpreter words the error. Kernels are called through a
-table of addresses, so that this object needs no other one.
+`runtime/host.py` defines the interface. Bytecode is compiled instruction by instruction, with the interpreter's checks;
+a failed check gives up, and the interpreter runs the call again to raise the error. Kernels are called through a table
+of addresses, so the object has no dependencies on other objects.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from relaxlite.codegen.host_plan import plan_host
 from relaxlite.codegen.kernel_cache import open_cache
 from relaxlite.codegen.llvm.compile import generator_key
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Emitter, ModuleEmitter, Val, int_const
-from relaxlite.codegen.llvm.host_values import MEMORY_IR, Tensor, Value
-from relaxlite.codegen.llvm.host_writer import NULL, Known, Program, Writer
+from relaxlite.codegen.llvm.host_values import MEMORY_IR, HostTensor, HostValue
+from relaxlite.codegen.llvm.host_writer import NULL, AvailableValues, HostProgram, HostWriter
 from relaxlite.codegen.llvm.machine_code import to_object
 from relaxlite.errors import CodegenError
 from relaxlite.runtime import host
@@ -46,13 +46,13 @@ def compile_host(
     target: Target,
     name: str = ENTRY,
 ) -> HostCode:
-    """The host function of an entry of valid bytecode; without code, but with a reason, where it has to be interpreted.
+    """Compile the host function of entry `name`; without code, but with a reason, where bytecode must be interpreted.
 
-    CodegenError: LLVM does not take the code.
+    The bytecode must be valid. CodegenError where LLVM rejects the generated code.
     """
     try:
         plan = plan_host(inline_calls(functions, name), len(signature.outputs))
-        program = Program(plan, signature, kernels, constants, host.FrameLayout.of(signature))
+        program = HostProgram(plan, signature, kernels, constants, host.FrameLayout.of(signature))
         code = _code_of(program, target)
     except NotNativeError as error:
         return HostCode(reason=str(error))
@@ -61,22 +61,22 @@ def compile_host(
     return HostCode(code, sum(slots for _, slots in plan.heaps.values()))
 
 
-def _code_of(program: Program, target: Target) -> bytes:
-    """Object code, from the cache of kernels where it is there."""
+def _code_of(program: HostProgram, target: Target) -> bytes:
+    """Object code of the host function, by the kernel cache."""
     types = [(array.dtype.name, array.shape) for array in program.constants]
     parts = (program.plan.function, program.signature, list(program.kernels.values()), types)
     key = hashlib.sha256(f"host {generator_key(target)} {parts!r}".encode()).hexdigest()
     store = open_cache()
-    result = store.get(key) if store else None
-    if result is None:
-        result = to_object(emit_host(program, target), target, optimize=False)
+    code = store.get(key) if store else None
+    if code is None:
+        code = to_object(emit_host(program, target), target, optimize=False)
         if store:
-            store.put({key: result})
-    return result
+            store.put({key: code})
+    return code
 
 
-def emit_host(program: Program, target: Target) -> str:
-    """The LLVM IR of a host function. NotNativeError says why there is none."""
+def emit_host(program: HostProgram, target: Target) -> str:
+    """LLVM IR of a host function; NotNativeError where the bytecode cannot be compiled."""
     module = ModuleEmitter(target)
     _Prepare(module, program).write()
     _Run(module, program).write()
@@ -85,8 +85,8 @@ def emit_host(program: Program, target: Target) -> str:
     return module.text()
 
 
-def _write_finish(module: ModuleEmitter, program: Program) -> None:
-    """Copies the results that ask for it into Python's arrays, and lets go of what owns them."""
+def _write_finish(module: ModuleEmitter, program: HostProgram) -> None:
+    """Write the finish function: copies flagged results to Python's arrays, and releases the owners of all results."""
     e = Emitter(module)
     e.start("entry")
 
@@ -108,10 +108,10 @@ def _write_finish(module: ModuleEmitter, program: Program) -> None:
     module.add_function(f"define void @{host.FINISH}(ptr %frame)", e)
 
 
-class _Prepare(Writer):
-    """Reads the arguments, checks them, computes shapes as far as they do not depend on data."""
+class _Prepare(HostWriter):
+    """Writer of the prepare function: reads and checks the arguments, and runs the shape prologue."""
 
-    def __init__(self, module: ModuleEmitter, program: Program) -> None:
+    def __init__(self, module: ModuleEmitter, program: HostProgram) -> None:
         super().__init__(module, program, frozenset())
 
     def write(self) -> None:
@@ -126,15 +126,15 @@ class _Prepare(Writer):
             call = plan.function.instructions[at]
             assert isinstance(call, Call)
             self.instruction(at, call)
-        care = self._announce()
-        ready = e.select(care, int_const(host.READY_WITH_CARE, "i32"), int_const(host.READY, "i32"), "ready")
+        needs_memory = self._announce_memory()
+        ready = e.select(needs_memory, int_const(host.READY_NEEDS_MEMORY, "i32"), int_const(host.READY, "i32"), "ready")
         e.line(f"ret {ready}")
         e.start("give_up")
         e.line(f"ret i32 {host.REFUSED}")
         self.module.add_function(f"define i32 @{host.PREPARE}(ptr %arguments, ptr %frame)", e)
 
     def _check_arguments(self) -> None:
-        """Constant dimensions, bounds where a symbol is met first, and equality where it is met again."""
+        """Check constant dimensions, bounds of each symbol at its first use, and equality at later uses."""
         bad: list[Val] = []
         symbols: dict[str, Val] = {}
         for at, spec in zip(self.layout.inputs, self.program.signature.inputs, strict=True):
@@ -150,17 +150,17 @@ class _Prepare(Writer):
                     bad += self.out_of_bounds(dim, lower, upper, divisor, is_size=True)
         self.give_up_if(bad)
 
-    def _announce(self) -> Val:
-        """Store how much memory the arena and the results need; whether that takes more than small arrays.
+    def _announce_memory(self) -> Val:
+        """Store the sizes of arena and outputs in the frame; returns whether small arrays do not suffice (i1).
 
-        Results whose shape is not known yet are announced as empty, and copied in the end.
+        Outputs of unknown shape are announced as empty, and copied by the finish function.
         """
         e, plan = self.e, self.plan
-        care = [e.icmp("ne", self.load_word(host.POISON), int_const(0), "poisons")]
+        conditions = [e.icmp("ne", self.load_word(host.POISON), int_const(0), "poisons")]
         if plan.arena is not None:
             (needed,) = self.dims(plan.heap, (plan.arena[1],))
             self.store_word(needed, host.ARENA_NEEDED)
-            care.append(e.icmp("sgt", needed, self.load_word(host.ARENA_BYTES), "grows"))
+            conditions.append(e.icmp("sgt", needed, self.load_word(host.ARENA_BYTES), "grows"))
         specs = self.program.signature.outputs
         for record, spec, prepared in zip(self.layout.outputs, specs, plan.prepared, strict=True):
             is_known = prepared is not None and (prepared.heap == plan.heap or min(prepared.dims, default=0) >= 0)
@@ -172,21 +172,21 @@ class _Prepare(Writer):
             self.store_word(nbytes, record + host.OUT_BYTES)
             for axis, dim in enumerate(dims):
                 self.store_word(dim, record + host.OUT_DIMS + axis)
-            care.append(e.icmp("sge", nbytes, int_const(host.LARGE_RESULT), "large"))
-        condition = care[0]
-        for other in care[1:]:
-            condition = e.binary("or", condition, other, "care")
+            conditions.append(e.icmp("sge", nbytes, int_const(host.LARGE_RESULT), "large"))
+        condition = conditions[0]
+        for further in conditions[1:]:
+            condition = e.binary("or", condition, further, "care")
         return condition
 
 
-class _Run(Writer):
-    """Everything from the split on."""
+class _Run(HostWriter):
+    """Writer of the run function: the instructions behind the shape prologue."""
 
-    def __init__(self, module: ModuleEmitter, program: Program) -> None:
+    def __init__(self, module: ModuleEmitter, program: HostProgram) -> None:
         super().__init__(module, program, program.plan.variables)
         with self.e.place(self.entry):
             self.status = self.e.op("alloca i32", "ptr", 0, "status_at")
-        self.prepared: dict[int, Val] = {}  # addresses of arrays that Python has made, by output
+        self.prepared: dict[int, Val] = {}  # output number -> address of the array that Python has allocated
 
     def write(self) -> None:
         e, code = self.e, self.plan.function.instructions
@@ -201,7 +201,7 @@ class _Run(Writer):
                 if at not in after_jumps:
                     e.branch(f"at{at}")
                 e.start(f"at{at}")
-                self.known = Known()
+                self.known = AvailableValues()
             match code[at]:
                 case Call() as call:
                     self.instruction(at, call)
@@ -216,18 +216,19 @@ class _Run(Writer):
         self._leave()
 
     def _take_arrays(self) -> None:
+        """Load the addresses of the outputs that Python has allocated."""
         for number, (record, prepared) in enumerate(zip(self.layout.outputs, self.plan.prepared, strict=True)):
             if prepared is not None:
                 array = self.load_word(record + host.OUT_ARRAY, "ptr", "array")
                 self.prepared[number] = self.e.call("relaxlite_array_data", [array], "ptr", 0, "result")
 
     def allocate(self, at: int, nbytes: Val) -> tuple[Val, Val]:
-        """An array that Python has made, where this is a result, and of the size that was announced."""
-        result = [k for k, prepared in enumerate(self.plan.prepared) if prepared is not None and prepared.site == at]
-        if not result:
+        """Use the output array that Python has allocated, where instruction `at` is its site and the size matches."""
+        outputs = [k for k, prepared in enumerate(self.plan.prepared) if prepared is not None and prepared.site == at]
+        if not outputs:
             return super().allocate(at, nbytes)
-        pointer = self.prepared[result[0]]
-        announced = self.load_word(self.layout.outputs[result[0]] + host.OUT_BYTES, hint="announced")
+        pointer = self.prepared[outputs[0]]
+        announced = self.load_word(self.layout.outputs[outputs[0]] + host.OUT_BYTES, hint="announced")
         expected = self.e.icmp("eq", nbytes, announced, "expected")
         ptr, owner = self.e.if_values(
             expected, lambda: (pointer, NULL), lambda: super(_Run, self).allocate(at, nbytes), "own"
@@ -248,22 +249,22 @@ class _Run(Writer):
         if len(items) != len(self.layout.outputs):
             raise NotNativeError("it does not return as many values as the signature has outputs")
         results = [self._result(number, item) for number, item in enumerate(items)]
-        sizes = [self.product(result.dims, dtypes.itemsize(result.dtype)) for result in results]  # which may give up
+        sizes = [self.product(result.dims, dtypes.itemsize(result.dtype)) for result in results]  # may give up
         copied = FALSE
         for number, (result, nbytes) in enumerate(zip(results, sizes, strict=True)):
-            copied = self.e.binary("or", copied, self._give(number, result, nbytes), "copied")
+            copied = self.e.binary("or", copied, self._write_record(number, result, nbytes), "copied")
         self.store(self.e.cast("zext", copied, "i32", "status"), self.status)
         self.e.branch("leave")
 
-    def _result(self, number: int, item: Value) -> Tensor:
+    def _result(self, number: int, item: HostValue) -> HostTensor:
         spec = self.program.signature.outputs[number]
         tensor = self.as_tensor(item)
         if (tensor.dtype, len(tensor.dims)) != (spec.dtype, len(spec.shape)):
             raise NotNativeError(f"the output '{spec.name}' is not of the signature's type")
         return tensor
 
-    def _give(self, number: int, tensor: Tensor, nbytes: Val) -> Val:
-        """Say in the output's record where the result is; whether Python must copy it."""
+    def _write_record(self, number: int, tensor: HostTensor, nbytes: Val) -> Val:
+        """Fill in an output's record of the frame; returns whether the finish function must copy the result (i1)."""
         e, record = self.e, self.layout.outputs[number]
         differs = [TRUE]
         if number in self.prepared:
@@ -272,8 +273,8 @@ class _Run(Writer):
                 announced = self.load_word(record + host.OUT_DIMS + axis, hint="announced")
                 differs.append(e.icmp("ne", dim, announced, "differs"))
         copied = differs[0]
-        for other in differs[1:]:
-            copied = e.binary("or", copied, other, "copied")
+        for further in differs[1:]:
+            copied = e.binary("or", copied, further, "copied")
         for axis, dim in enumerate(tensor.dims):
             self.store_word(dim, record + host.OUT_DIMS + axis)
         self.store_word(nbytes, record + host.OUT_BYTES)
@@ -285,6 +286,7 @@ class _Run(Writer):
         return copied
 
     def _leave(self) -> None:
+        """Write the exits: release all owned blocks and return the status."""
         e, slots = self.e, self.num_owners
         e.start("give_up")
         self.store(int_const(host.GAVE_UP, "i32"), self.status)

@@ -1,8 +1,8 @@
-"""What a host function computes with: the VM's values, with pointers and dimensions in SSA values; and owned memory.
+"""Values of host functions: the VM's values with pointers and dimensions as SSA values, and reference-counted memory.
 
-Ranks and dtypes are known while the code is written, and tuples are taken apart. A block of memory that the host
-function allocates itself carries a count of references. They are held by slots on the stack: one for each place
-that allocates, and one for each tensor that is read from a variable. All slots are let go of when the function ends.
+Ranks and dtypes are static, and tuples are scalarized. A block that the host function allocates has a reference count.
+References are held by owner slots on the stack: one per allocating instruction, and one per tensor read from a
+variable. All slots are released when the function ends.
 """
 
 from __future__ import annotations
@@ -17,88 +17,97 @@ from relaxlite.runtime import host
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
-    """`owner`: the block that keeps the memory, null at run time for none; None when there surely is none."""
+class HostTensor:
+    """A tensor. `owner`: the block of its memory, a null pointer at run time for none; None: statically none."""
 
     ptr: Val
     dims: tuple[Val, ...]
     dtype: str
     owner: Val | None = None
-    is_borrowed: bool = False  # read from a variable, whose next value may free the memory
+    is_borrowed: bool = False  # read from a variable; assigning the variable may free the memory
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class HostShape:
+    """A shape of static rank."""
+
     dims: tuple[Val, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Heap:
+class HostHeap:
+    """A shape heap: int64 slots in the frame."""
+
     ptr: Val
     slots: int
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class HostArena:
+    """An arena of memory for views."""
+
     ptr: Val
     nbytes: Val
-    owner: Val | None  # None: Python's
+    owner: Val | None  # None: Python owns the arena
 
 
-Value: TypeAlias = "Tensor | Shape | Heap | Arena | tuple[Value, ...]"
+HostValue: TypeAlias = "HostTensor | HostShape | HostHeap | HostArena | tuple[HostValue, ...]"
 
 
-def kind_of(value: Value) -> object:
-    """What two values have in common that one variable can hold."""
+def type_key(value: HostValue) -> object:
+    """Static type of a value that a variable can hold: two values of one variable must agree in it; None: neither
+    can."""
     match value:
-        case Tensor():
+        case HostTensor():
             return value.dtype, len(value.dims)
-        case Shape():
+        case HostShape():
             return "shape", len(value.dims)
         case tuple():
-            return tuple(map(kind_of, value))
+            return tuple(map(type_key, value))
     return None
 
 
-def fields_of(value: Value) -> tuple[Val, ...]:
+def fields_of(value: HostValue) -> tuple[Val, ...]:
+    """All SSA values of a value: pointers and dimensions, tuples flattened."""
     match value:
-        case Tensor():
+        case HostTensor():
             return (value.ptr, *value.dims)
-        case Shape():
+        case HostShape():
             return value.dims
         case tuple():
             return tuple(field for item in value for field in fields_of(item))
     return ()
 
 
-def tensors_of(value: Value) -> tuple[Tensor, ...]:
+def tensors_of(value: HostValue) -> tuple[HostTensor, ...]:
+    """All tensors of a value, tuples flattened."""
     if isinstance(value, tuple):
         return tuple(tensor for item in value for tensor in tensors_of(item))
-    return (value,) if isinstance(value, Tensor) else ()
+    return (value,) if isinstance(value, HostTensor) else ()
 
 
-def rebuilt(value: Value, fields: Iterator[Val], owners: Iterator[Val]) -> Value:
-    """A value of the same kind, of other fields and owners, which are those of a variable."""
+def with_fields(value: HostValue, fields: Iterator[Val], owners: Iterator[Val]) -> HostValue:
+    """A value of the same type with the fields and owners of a variable; its tensors are borrowed."""
     match value:
-        case Tensor():
-            return Tensor(
+        case HostTensor():
+            return HostTensor(
                 next(fields), tuple(next(fields) for _ in value.dims), value.dtype, next(owners), is_borrowed=True
             )
-        case Shape():
-            return Shape(tuple(next(fields) for _ in value.dims))
+        case HostShape():
+            return HostShape(tuple(next(fields) for _ in value.dims))
         case tuple():
-            return tuple(rebuilt(item, fields, owners) for item in value)
+            return tuple(with_fields(item, fields, owners) for item in value)
     return value
 
 
-def kept(value: Value, known: Mapping[Tensor, Tensor]) -> Value:
-    """The value with borrowed tensors replaced."""
+def replace_tensors(value: HostValue, replacements: Mapping[HostTensor, HostTensor]) -> HostValue:
+    """Replace tensors of a value."""
     if isinstance(value, tuple):
-        return tuple(kept(item, known) for item in value)
-    return known.get(value, value) if isinstance(value, Tensor) else value
+        return tuple(replace_tensors(item, replacements) for item in value)
+    return replacements.get(value, value) if isinstance(value, HostTensor) else value
 
 
-BLOCK_HEADER = 64  # bytes before a block's data, which keep it aligned; the first word counts references
+BLOCK_HEADER = 64  # bytes before a block's data, a multiple of the alignment; the first 8 are the reference count
 
 MEMORY_IR = Template("""
 declare ptr @relaxlite_scratch_alloc(i64)

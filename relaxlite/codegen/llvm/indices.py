@@ -1,11 +1,11 @@
-"""Symbolic integers as machine code: each part of an index is computed once, in the outermost place where it can be.
+"""Emit symbolic integers, with loop-invariant code motion and common subexpression elimination of index expressions.
 
-A *scope* is opened where variables get their values: the function's entry, a loop's body, a `LetIndex`, an allocation.
-Its prelude is a place in the text that dominates everything inside, and a sum is split by the scopes of its terms: of
-`i*n + j*4 + 3` the product goes to the prelude of i's loop, the sum with `j*4` to that of j's loop, and the 3 into the
-addressing mode. So offsets leave inner loops without help from LLVM, which has no LICM pass to offer here.
+A *scope* is opened where variables get values: function entry, loop body, `LetIndex`, allocation. Its prelude is an
+insertion point that dominates everything inside, and a sum is split by the scopes of its terms: of `i*n + j*4 + 3` the
+product is emitted in the prelude of i's loop, the sum with `j*4` in that of j's loop, and 3 folds into the addressing
+mode. So inner loops have no invariant offset arithmetic, although no LICM pass of LLVM runs.
 
-Division by zero cannot trap: its quotient and its remainder are 0.
+Division by zero does not trap: quotient and remainder are 0.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ Interval: TypeAlias = "tuple[int | None, int | None]"  # inclusive; None: no bou
 
 @dataclass(slots=True)
 class Scope:
+    """A scope: its prelude, and the values, pointers and masks emitted there."""
+
     prelude: Lines
     values: dict[SymExpr, Val] = field(default_factory=dict)
     pointers: dict[tuple[Buffer, SymExpr], Val] = field(default_factory=dict)
@@ -48,15 +50,17 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
+    """A bound variable: its value, scope depth and interval."""
+
     value: Val
     depth: int
     bounds: Interval
-    is_data: bool = False  # bound by LetIndex: arithmetic on it may overflow
+    is_data: bool = False  # bound by LetIndex to loaded data: arithmetic may overflow
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """Where a buffer starts: a pointer, known from scope `depth` on; `elem` is the element's type in memory."""
+class BufferBase:
+    """Base pointer of a buffer, valid from scope `depth` on; `elem`: LLVM type of its elements in memory."""
 
     pointer: Val
     depth: int
@@ -64,21 +68,21 @@ class Base:
 
 
 class Indices:
-    """The variables in sight, and the code of expressions over them, in one function."""
+    """Variables in scope and emitter of index expressions, for one function."""
 
     def __init__(self, emitter: Emitter) -> None:
         self.e = emitter
         self.scopes: list[Scope] = []
-        self.dynamic_masks: set[str] = set()  # names of those that only run time knows
+        self.dynamic_masks: set[str] = set()  # text of masks that depend on run-time values
         self.variables: dict[SymVar, Variable] = {}
         self.constants: dict[SymVar, int] = {}
-        self.bases: dict[Buffer, Base] = {}
+        self.bases: dict[Buffer, BufferBase] = {}
 
     # Scopes and variables
 
     @contextmanager
     def scope(self) -> Iterator[int]:
-        """A new scope whose prelude is here; gives its depth."""
+        """Open a scope with its prelude at this point; yields its depth."""
         self.scopes.append(Scope(self.e.reserve()))
         try:
             yield len(self.scopes) - 1
@@ -87,7 +91,7 @@ class Indices:
 
     @contextmanager
     def bound(self, var: SymVar, value: Val, bounds: Interval, *, is_data: bool = False) -> Iterator[None]:
-        """`var` has this value, from the current scope on."""
+        """Bind a variable to a value in the current scope, inside the `with` block."""
         shadowed = self.variables.get(var)
         self.variables[var] = Variable(value, len(self.scopes) - 1, bounds, is_data)
         try:
@@ -99,12 +103,12 @@ class Indices:
                 self.variables[var] = shadowed
 
     def define(self, var: SymVar, value: Val) -> None:
-        """A symbol of the program: its own bounds hold."""
+        """Bind a symbol of the program, with its declared bounds, for the whole function."""
         self.variables[var] = Variable(value, 0, (var.lower, var.upper))
 
     @contextmanager
     def fixed(self, var: SymVar, value: int) -> Iterator[None]:
-        """`var` is a constant here: an unrolled loop's."""
+        """Bind the variable of an unrolled loop to a constant, inside the `with` block."""
         self.constants[var] = value
         try:
             yield
@@ -112,7 +116,8 @@ class Indices:
             del self.constants[var]
 
     def resolve(self, expr: SymExpr) -> SymExpr:
-        """With the variables of unrolled loops replaced, and divisions whose result is known to be constant removed."""
+        """Substitute variables of unrolled loops, and fold divisions whose quotient is constant by interval
+        arithmetic."""
         if self.constants and expr.terms:
             expr = _with_constants(expr, self.constants)
         if any([isinstance(atom, Division) for monomial, _ in expr.terms for atom in monomial]):
@@ -129,13 +134,13 @@ class Indices:
         return atom
 
     def varies(self, expr: SymExpr) -> bool:
-        """Whether the value differs between the lanes of the vectorized loop around."""
+        """Whether an expression varies over the lanes of the enclosing vectorized loop."""
         return any(self.variables[v].value.lanes for v in expr.free_vars())
 
-    # Facts
+    # Interval arithmetic
 
     def bounds(self, expr: SymExpr) -> Interval:
-        """What the variables' bounds say about a resolved expression, by interval arithmetic."""
+        """Interval of a resolved expression by the bounds of its variables."""
         lower: int | None = expr.const
         upper: int | None = expr.const
         for monomial, coef in expr.terms:
@@ -169,8 +174,8 @@ class Indices:
             return (0, None if bh is None else max(bh - 1, 0)) if bl is not None and bl >= 0 else (None, None)
         pick = min if isinstance(atom, Min) else max
         lows, highs = [x for x in (al, bl) if x is not None], [x for x in (ah, bh) if x is not None]
-        sure_low, sure_high = (2, 1) if isinstance(atom, Min) else (1, 2)  # how many bounds one needs to know
-        return pick(lows) if len(lows) >= sure_low else None, pick(highs) if len(highs) >= sure_high else None
+        needed_lows, needed_highs = (2, 1) if isinstance(atom, Min) else (1, 2)  # how many operand bounds must be known
+        return pick(lows) if len(lows) >= needed_lows else None, pick(highs) if len(highs) >= needed_highs else None
 
     def is_nonneg(self, expr: SymExpr) -> bool:
         lower, _ = self.bounds(expr)
@@ -179,12 +184,14 @@ class Indices:
     # Values
 
     def value(self, expr: SymExpr) -> Val:
-        """An i64; a vector of them when the expression varies over lanes."""
+        """Emit an expression as i64, a vector where it varies over lanes."""
         return self._sum(self.resolve(expr))
 
     def lane_mask(self, predicate: str, limit: SymExpr, lanes: int) -> Val:
-        """lane `predicate` limit, where the limit is the same in all lanes. Computed outside of the loops that it does
-        not depend on, with 32-bit lane numbers: the limit is first brought into their range."""
+        """Emit the mask `lane predicate limit` for a uniform limit, hoisted to the limit's scope.
+
+        Compares 32-bit lane numbers, with the limit clamped to their range.
+        """
         limit = self.resolve(limit)
         scope = self.scopes[self._depth(limit)]
         key = (predicate, limit, lanes)
@@ -192,15 +199,15 @@ class Indices:
             value = self._sum(limit)
             with self.e.place(scope.prelude):
                 capped = self.e.intrinsic("smin", value, int_const(lanes))
-                near = self.e.intrinsic("smax", capped, int_const(-1), hint="limit")
-                narrow = self.e.cast("trunc", near, "i32")
+                clamped = self.e.intrinsic("smax", capped, int_const(-1), hint="limit")
+                narrow = self.e.cast("trunc", clamped, "i32")
                 scope.masks[key] = self.e.icmp(predicate, lane_numbers(lanes, "i32"), narrow, "mask")
             if not value.is_const:
                 self.dynamic_masks.add(scope.masks[key].text)
         return scope.masks[key]
 
     def pointer(self, buffer: Buffer, offset: SymExpr) -> Val:
-        """The address of element `offset`, a resolved expression that is the same in all lanes."""
+        """Emit the address of element `offset`, a resolved, uniform expression."""
         base = self.bases[buffer]
         if offset.is_const and offset.const == 0:
             return base.pointer
@@ -208,14 +215,14 @@ class Indices:
         known = self.scopes[depth].pointers
         if (buffer, offset) not in known:
             if offset.const != 0:
-                start, rest = self.pointer(buffer, offset - offset.const), int_const(offset.const)
+                start, index = self.pointer(buffer, offset - offset.const), int_const(offset.const)
             else:
                 outer, inner = self._split(offset, depth)
-                start, rest = (
+                start, index = (
                     (self.pointer(buffer, outer), self._sum(inner)) if inner.terms else (base.pointer, self._sum(outer))
                 )
             with self.e.place(self.scopes[depth].prelude):
-                text = f"getelementptr {base.elem}, {start}, {rest}"
+                text = f"getelementptr {base.elem}, {start}, {index}"
                 known[buffer, offset] = self.e.op(text, "ptr", 0, f"{buffer.name}_at")
         return known[buffer, offset]
 
@@ -223,7 +230,7 @@ class Indices:
         return max([self.variables[v].depth for v in expr.free_vars()], default=0)
 
     def _split(self, expr: SymExpr, depth: int) -> tuple[SymExpr, SymExpr]:
-        """(outer, inner): the terms whose variables all belong to scopes outside `depth`, and the others."""
+        """Split a sum into (terms over variables of scopes outside `depth`, terms over variables of that scope)."""
         parts: tuple[list[tuple[Monomial, int]], list[tuple[Monomial, int]]] = [], []
         for term in expr.terms:
             parts[any(self._depth(atom) == depth for atom in term[0])].append(term)
@@ -254,7 +261,7 @@ class Indices:
         return total
 
     def _term(self, monomial: Monomial, coef: int, depth: int) -> Val:
-        """coef * product of atoms, the outer atoms first and in their own scope."""
+        """Emit coef * product of atoms; the factors of outer scopes are multiplied in their own scope."""
         if len(monomial) == 1 and coef == 1:
             return self._atom(monomial[0], depth)
         outer = [a for a in monomial if self._depth(a) < depth]
@@ -295,7 +302,7 @@ class Indices:
 
 
 def divide_unsigned(e: Emitter, a: Val, b: Val, *, is_div: bool, may_be_zero: bool, is_small: bool) -> Val:
-    """a // b or a % b of numbers that are not negative; `is_small`: and below 2**52, as what indexes memory is."""
+    """Emit a // b or a % b of nonnegative integers; `is_small`: both below 2**52, as indices of memory are."""
     if (shift := _log2(b)) is not None:
         return e.binary("lshr", a, int_const(shift, a.elem), "x") if is_div else _low_bits(e, a, shift)
     zero = int_const(0, a.elem)
@@ -309,14 +316,14 @@ def divide_unsigned(e: Emitter, a: Val, b: Val, *, is_div: bool, may_be_zero: bo
 
 
 def _divide_lanes(e: Emitter, a: Val, b: Val, *, is_div: bool) -> Val:
-    """CPUs do not divide vectors of integers; the float64 quotient of numbers below 2**52 has the right floor."""
+    """Divide integer vectors by float64 division, as CPUs lack integer vector division; exact below 2**52."""
     quotient = e.fdiv(e.cast("sitofp", a, "double"), e.cast("sitofp", b, "double"))
     whole = e.cast("fptosi", quotient, "i64", "x")
     return whole if is_div else e.binary("sub", a, e.binary("mul", whole, b), "x")
 
 
 def divide_floor(e: Emitter, a: Val, b: Val, *, is_div: bool, is_positive: bool) -> Val:
-    """a // b or a % b rounded towards minus infinity; of b == 0 it is 0, and INT_MIN // -1 wraps."""
+    """Emit a // b or a % b, rounded towards minus infinity; 0 for b == 0, and INT_MIN // -1 wraps."""
     if (shift := _log2(b)) is not None:
         return e.binary("ashr", a, int_const(shift, a.elem), "x") if is_div else _low_bits(e, a, shift)
     zero = int_const(0, a.elem)
@@ -325,14 +332,14 @@ def divide_floor(e: Emitter, a: Val, b: Val, *, is_div: bool, is_positive: bool)
         special = e.icmp("ule", e.binary("add", b, int_const(1, a.elem)), int_const(1, a.elem))  # 0 or -1
         divisor = e.select(special, int_const(1, a.elem), b)
     quotient = e.binary("sdiv", a, divisor, "x")
-    rest = e.binary("sub", a, e.binary("mul", quotient, divisor))
-    signs = e.binary("xor", rest, divisor)
-    is_off = e.binary("and", e.icmp("ne", rest, zero), e.icmp("slt", signs, zero))
+    remainder = e.binary("sub", a, e.binary("mul", quotient, divisor))
+    signs = e.binary("xor", remainder, divisor)
+    needs_adjustment = e.binary("and", e.icmp("ne", remainder, zero), e.icmp("slt", signs, zero))
     if is_div:
-        result = e.binary("add", quotient, e.cast("sext", is_off, a.elem), "x")
+        result = e.binary("add", quotient, e.cast("sext", needs_adjustment, a.elem), "x")
         by_minus_one = e.binary("sub", zero, a)
     else:
-        result = e.binary("add", rest, e.select(is_off, divisor, zero), "x")
+        result = e.binary("add", remainder, e.select(needs_adjustment, divisor, zero), "x")
         by_minus_one = zero
     if special is None:
         return result
@@ -351,25 +358,25 @@ def _low_bits(e: Emitter, a: Val, count: int) -> Val:
 
 
 def _with_constants(expr: SymExpr, constants: Mapping[SymVar, int]) -> SymExpr:
-    """`substitute` for numbers, several times faster: unrolled bodies need it for every index of every copy."""
+    """Fast `substitute` by numbers, as unrolled bodies need it for every index of every copy."""
     if constants.keys().isdisjoint(expr.free_vars()):
         return expr
     terms: list[tuple[Monomial, int]] = []
     for monomial, coef in expr.terms:
-        rest: list[SymExpr] = []
+        symbolic_atoms: list[SymExpr] = []
         for atom in monomial:
             if isinstance(atom, SymVar) and atom in constants:
                 coef *= constants[atom]
             elif not isinstance(atom, SymVar) and not constants.keys().isdisjoint(atom.free_vars()):
                 return substitute(expr, constants)
             else:
-                rest.append(atom)
-        terms.append((tuple(rest), coef))
+                symbolic_atoms.append(atom)
+        terms.append((tuple(symbolic_atoms), coef))
     return from_terms(expr.const, terms)
 
 
 def split_lane(expr: SymExpr, lane: SymVar, varies: Mapping[SymVar, bool]) -> tuple[SymExpr, SymExpr] | None:
-    """(base, stride) with expr == base + stride*lane, both the same in all lanes; None when it is not of that form."""
+    """Write an expression as base + stride*lane with uniform base and stride; None where that is impossible."""
     base: list[tuple[Monomial, int]] = []
     stride: list[tuple[Monomial, int]] = []
     for monomial, coef in expr.terms:
@@ -377,9 +384,9 @@ def split_lane(expr: SymExpr, lane: SymVar, varies: Mapping[SymVar, bool]) -> tu
         if not varying:
             base.append((monomial, coef))
         elif varying == [lane]:
-            rest = list(monomial)
-            rest.remove(lane)
-            stride.append((tuple(rest), coef))
+            factors = list(monomial)
+            factors.remove(lane)
+            stride.append((tuple(factors), coef))
         else:
             return None
     return from_terms(expr.const, base), from_terms(0, stride)

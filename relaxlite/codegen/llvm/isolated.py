@@ -1,8 +1,8 @@
-"""LLVM in child processes: what would end the user's process ends a child, and the kernel that did it is known.
+"""Run LLVM in child processes, so that a crash of LLVM ends a child, and the kernel that caused it is known.
 
-LLVM ends its process when it meets what it cannot do (an instruction that the target lacks, a failed assertion), which
-no caller can catch. With the knob `isolate_codegen` each thread that compiles has a child, which is sent one kernel's
-LLVM IR after another and answers each with an object file.
+LLVM aborts its process on what it cannot compile (an instruction that the target lacks, a failed assertion), which no
+caller can catch. With the knob `isolate_codegen` each compiling thread has a child process, which receives the LLVM IR
+of one kernel at a time and replies with an object file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from relaxlite.codegen.llvm import machine_code
 from relaxlite.errors import CodegenError
 from relaxlite.target import Target
 
-_HEAD = struct.Struct("<BQ")  # what an answer is, and its bytes
+_HEAD = struct.Struct("<BQ")  # kind of message, size in bytes
 _OBJECT, _ERROR = 0, 1
 _START = (
     "import sys, json; sys.path[:], target = json.loads(sys.argv[1])\n"
@@ -31,7 +31,7 @@ _START = (
 
 
 class Compilers:
-    """A context manager that gives a function like machine_code.to_object; children end with it."""
+    """Context manager of child processes; entering returns a function (IR text) -> object file, as to_object."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -54,47 +54,50 @@ class Compilers:
 
 
 class _Child:
+    """One child process, and the temporary file of its standard error."""
+
     def __init__(self, target: Target) -> None:
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe that nobody reads would fill up
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # not a pipe, which would fill up unread
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, json.dumps((sys.path, asdict(target)))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr,
         )
 
     def to_object(self, text: str) -> bytes:
-        """CodegenError says what LLVM said, also when it ended the child with it."""
+        """Compile LLVM IR. CodegenError holds LLVM's message, also where LLVM ended the child."""
         assert self._process.stdin and self._process.stdout
         try:
             _send(self._process.stdin, _OBJECT, text.encode())
-        except OSError as error:  # a pipe that is closed at the other end
-            raise self._obituary() from error
+        except OSError as error:  # the child has closed its end of the pipe
+            raise self._exit_error() from error
         answer = _receive(self._process.stdout)
         if answer is None:
-            raise self._obituary()
+            raise self._exit_error()
         kind, content = answer
         if kind == _ERROR:
             raise CodegenError(content.decode())
         return content
 
     def close(self) -> None:
-        """End the child, which waits for more, or is no more."""
+        """Kill the child process."""
         self._process.kill()
         self._process.communicate()
-        self._said.close()
+        self._stderr.close()
 
-    def _obituary(self) -> CodegenError:
+    def _exit_error(self) -> CodegenError:
+        """Error with the exit status of the child and LLVM's message."""
         status = self._process.wait()
-        self._said.seek(0)
-        said = self._said.read().decode(errors="replace").strip().splitlines()
-        lines = [line for line in said if "error" in line.lower() or "assertion" in line.lower()] or said
+        self._stderr.seek(0)
+        output = self._stderr.read().decode(errors="replace").strip().splitlines()
+        lines = [line for line in output if "error" in line.lower() or "assertion" in line.lower()] or output
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
         return CodegenError(f"LLVM ended the process that compiled it ({how}): {lines[0] if lines else 'no message'}")
 
 
 def serve(fields: dict[str, Any]) -> None:
-    """What a child does: LLVM IR from standard input, an answer to standard output, until the input ends."""
+    """Main loop of a child: LLVM IR from standard input, replies to standard output, until the input ends."""
     target = Target(**{**fields, "features": tuple(fields["features"])})
     source, out = sys.stdin.buffer, sys.stdout.buffer
     while (message := _receive(source)) is not None:
@@ -111,7 +114,7 @@ def _send(stream: IO[bytes], kind: int, content: bytes) -> None:
 
 
 def _receive(stream: IO[bytes]) -> tuple[int, bytes] | None:
-    """The next message; None when the other side has ended."""
+    """Read a message (kind, content); None at the end of the stream."""
     head = stream.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None

@@ -1,21 +1,21 @@
-"""Control flow that several statements share: counting loops and branches."""
+"""Control flow shared by several statements: counting loops and branches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import Val
 from relaxlite.codegen.llvm.indices import Interval
 from relaxlite.ir.program import For, Intrinsic, Store
 from relaxlite.ir.program_visitor import loads, stores, walk_stmts
 
-_UNKNOWN_COUNT = 1000
+_MAX_TRIP_COUNT = 1000
 _REDUCTION_WEIGHT = 100
 
 
-def count_loop(k: Kernel, stmt: For, start: Val, end: Val, body: Callable[[], None]) -> None:
-    """for var in range(start, end), tested before the first iteration and then at the end of each."""
+def count_loop(k: KernelContext, stmt: For, start: Val, end: Val, body: Callable[[], None]) -> None:
+    """Emit `for var in range(start, end)` as a rotated loop: tested before the first iteration and after each."""
     e, name = k.e, stmt.var.name
     enter, done = e.fresh(f"{name}_loop"), e.fresh(f"{name}_done")
     before = e.label
@@ -33,38 +33,38 @@ def count_loop(k: Kernel, stmt: For, start: Val, end: Val, body: Callable[[], No
         e.line(f"{var.text} = phi i64 [ {start.text}, %{before} ], [ {following.text}, %{e.label} ]")
     e.line(f"{following.text} = add nuw nsw i64 {var.text}, 1")
     again = e.icmp("slt", following, end)
-    weights = e.module.branch_weights(_usual_count(k, stmt), 1)
+    weights = e.module.branch_weights(_branch_weight(k, stmt), 1)
     e.line(f"br i1 {again.text}, label %{enter}, label %{done}, {weights}, {e.module.loop_metadata()}")
     e.start(done)
     k.forget_loads()
 
 
-def _usual_count(k: Kernel, stmt: For) -> int:
-    """About how often a loop runs, as far as that matters to LLVM's choice of what to keep in registers. The innermost
-    loops of a reduction in registers come first whatever their extent: nothing else may cost them a register."""
+def _branch_weight(k: KernelContext, stmt: For) -> int:
+    """Branch weight of a loop, which guides LLVM's register allocation: about the trip count, multiplied by
+    _REDUCTION_WEIGHT for innermost loops that accumulate in local buffers, whose accumulators must not be spilled."""
     _, upper = k.ix.bounds(k.ix.resolve(stmt.extent))
-    count = _UNKNOWN_COUNT if upper is None else min(max(upper, 1), _UNKNOWN_COUNT)
+    count = _MAX_TRIP_COUNT if upper is None else min(max(upper, 1), _MAX_TRIP_COUNT)
     written = list(stores(stmt.body))
-    sums = any(map(_accumulates, written)) and all(store.buffer.scope == "local" for store in written)
+    accumulates = any(map(_accumulates, written)) and all(store.buffer.scope == "local" for store in written)
     is_innermost = not any(isinstance(s, For) and s.kind == "serial" for s in walk_stmts(stmt.body))
-    return count * _REDUCTION_WEIGHT if sums and is_innermost else count
+    return count * _REDUCTION_WEIGHT if accumulates and is_innermost else count
 
 
 def _accumulates(store: Store) -> bool:
-    """Whether it changes an element of a local buffer by what it held: combines, or stores an intrinsic of it."""
+    """Whether a store updates an element of a local buffer: a combine, or an intrinsic of the old element."""
     if store.buffer.scope != "local":
         return False
-    again = (load.buffer is store.buffer and load.indices == store.indices for load in loads(store))
-    return store.combine is not None or (isinstance(store.value, Intrinsic) and any(again))
+    reads_itself = (load.buffer is store.buffer and load.indices == store.indices for load in loads(store))
+    return store.combine is not None or (isinstance(store.value, Intrinsic) and any(reads_itself))
 
 
-def _bounds(k: Kernel, stmt: For) -> Interval:
+def _bounds(k: KernelContext, stmt: For) -> Interval:
     _, upper = k.ix.bounds(k.ix.resolve(stmt.extent))
     return 0, None if upper is None else max(upper - 1, 0)
 
 
-def branch(k: Kernel, cond: Val, then: Callable[[], None], other: Callable[[], None] | None = None) -> None:
-    """if cond: then() else: other(), for a scalar condition."""
+def branch(k: KernelContext, cond: Val, then: Callable[[], None], other: Callable[[], None] | None = None) -> None:
+    """Emit `if cond: then() else: other()` for a scalar condition."""
     e = k.e
     labels = e.fresh("then"), e.fresh("else") if other is not None else "", e.fresh("end")
     e.branch_if(cond, labels[0], labels[1] or labels[2])

@@ -1,8 +1,8 @@
-"""LLVM IR as text to machine code, on any number of threads at once.
+"""Compile LLVM IR text to machine code; thread-safe and concurrent.
 
-Schedules have decided about loops, vectors and unrolling, so that only a few light LLVM passes run: more would cost
-time and change nothing. Each call has an LLVM context of its own. llvmlite holds one lock round every call of LLVM;
-the three calls that take long go past it where this llvmlite lets them (see `_unlocked`), else threads take turns.
+Only a few cheap LLVM passes run, as schedules have decided about loops, vectors and unrolling. Each call has its own
+LLVM context. llvmlite holds a global lock around LLVM calls; the three expensive calls bypass it where this llvmlite
+allows that (see `_unlocked`), else threads take turns.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from relaxlite.target import Target
 
 
 def to_object(text: str, target: Target, *, optimize: bool = True) -> bytes:
-    """A relocatable object file. CodegenError holds LLVM's words when it rejects the text.
+    """Compile LLVM IR to a relocatable object file. CodegenError with LLVM's message where LLVM rejects the text.
 
-    Without `optimize` it takes a tenth of the time, for code that is called once rather than in loops.
-
-    What LLVM does not reject but cannot do, as an instruction that the target lacks, ends the process: isolated.py.
+    `optimize=False` compiles about ten times as fast, for code without loops. LLVM aborts the process where the target
+    lacks an instruction; isolated.py protects against that.
     """
     machine = _target_machine(target, opt=2 if optimize else 0)
     return _emit(machine, _optimized(text, machine) if optimize else _parse(text), as_object=True)
 
 
 def to_assembly(text: str, target: Target) -> str:
-    """The machine code as text, for people."""
+    """Compile LLVM IR to assembly text, for inspection."""
     machine = _target_machine(target)
     return _emit(machine, _optimized(text, machine), as_object=False).decode()
 
@@ -48,7 +47,7 @@ def _emit(machine: llvm.TargetMachine, module: llvm.ModuleRef, *, as_object: boo
 
 
 def llvm_version() -> str:
-    """As "20.1.8"."""
+    """LLVM's version, such as "20.1.8"."""
     return ".".join(map(str, llvm.llvm_version_info))
 
 
@@ -91,9 +90,9 @@ def _parse(text: str) -> llvm.ModuleRef:
 
 
 def _unlocked(name: str) -> Callable[..., Any]:
-    """A function of LLVM without llvmlite's lock, or with it where llvmlite has another inside than we know.
+    """A function of llvmlite's C interface without llvmlite's lock, or with it where llvmlite's internals differ.
 
-    Only for what touches nothing but the caller's own context, module and target machine.
+    Safe only for functions that access nothing but the caller's own context, module and target machine.
     """
     function = getattr(ffi.lib, name)
     return getattr(function, "_cfn", function)

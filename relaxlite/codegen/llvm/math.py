@@ -1,8 +1,8 @@
-"""Mathematical functions as straight-line code for any number of lanes: no library has vector forms that we could call.
+"""Mathematical functions as straight-line vector code, as there is no library of vector forms to call.
 
-float32: exp, exp2, log, tanh and erf, which models spend time in, are made of float32 arithmetic; the others go through
-float64 (math_double.py). float16 and bfloat16 values are float32 in registers, so the same code serves them.
-float64: the C library, lane by lane. tests/codegen/test_math.py measures errors, in ulp of the result.
+float32: exp, exp2, log, tanh, erf and gelu use float32 arithmetic, for speed; the others compute in float64
+(math_double.py). float16 and bfloat16 values are float32 in registers.
+float64: libm, lane by lane. tests/codegen/test_math.py measures errors in ulp.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from relaxlite.codegen.llvm import erf_table
 from relaxlite.codegen.llvm import math_double as double
 from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
-from relaxlite.codegen.llvm.erf_table import by_vectors
+from relaxlite.codegen.llvm.erf_table import apply_in_vectors
 from relaxlite.codegen.llvm.math_double import clamp, polynomial
 
 _INF, _NAN = float("inf"), float("nan")
@@ -23,8 +23,8 @@ _LN2_HI, _LN2_LO = 0.693359375, -2.12194440e-4  # HI has 10 bits: k*HI is exact
 _EXP = (0.4999999403953552, 0.1666652113199234, 0.04166838899254799, 0.008368724025785923, 0.0013814583653584123)
 # 2**r on |r| <= 1/2, relative error 9e-8
 _EXP2 = (1.0, 0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.009671512991189957, 0.0013264723820611835)
-# 2**r for 0 <= r < 1, error 1.2e-7 at both ends: of which results just below a power of two have the finest spacing
-_EXP2_UP = (
+# 2**r for 0 <= r < 1, error 1.2e-7 at both ends, where float32 spacing is finest relative to the result
+_EXP2_FLOOR = (
     1.0, 0.6931524872779846, 0.24015261232852936, 0.05583662912249565, 0.008972415700554848, 0.0018857429968193173
 )  # fmt: skip
 # log(1 + f) = f - f*f/2 + f**3 * q(f) for sqrt(1/2) <= 1 + f <= sqrt(2), relative error 6e-9
@@ -37,8 +37,8 @@ _TANH_P = (
     0.9999999403953552, 0.13384142518043518, 0.003499121405184269, 2.0661276721511967e-05, 1.3415379918058079e-08,
 )  # fmt: skip
 _TANH_Q = (1.0, 0.4671746492385864, 0.02589084580540657, 0.0003291152243036777, 7.803926678207063e-07)
-_ROUND_DOWN = 0b1001  # of what vreduceps takes off, to whole numbers, without an exception for inexact ones
-_GELU_ENDS = 9.0  # erf(x / sqrt(2)) is 1 from here on, in float64 too
+_REDUCE_FLOOR = 0b1001  # vreduceps immediate: subtract the floor, suppress inexact exceptions
+_GELU_SATURATION = 9.0  # erf(x / sqrt(2)) is 1 from here on, in float64 too
 # erf(x) = x * p(x*x) / q(x*x) on |x| <= 3.925, relative error 5e-8; above 1 from 3.94 on
 _ERF_P = (1.1283791065216064, 0.18971233069896698, 0.051491282880306244, 0.003578703384846449, 0.00023002499074209481)
 _ERF_Q = (
@@ -57,30 +57,30 @@ def _exp(e: Emitter, x: Val) -> Val:
 
 
 def _exp2(e: Emitter, x: Val) -> Val:
-    """With one constant of the polynomial less than exp and no reduction to round: for sums that are rounded anyway."""
+    """2**x, cheaper than exp: a polynomial of lower degree, and exact argument reduction."""
     if e.target.has("avx512dq"):
         widths = (4, 8, 16) if e.target.has("avx512vl") else (16,)
-        return by_vectors(e, x, widths, lambda part: _exp2_up(e, part))
+        return apply_in_vectors(e, x, widths, lambda part: _exp2_avx512(e, part))
     x = e.select(e.fcmp("olt", float_const(129.0), x), float_const(129.0), x)
     x = e.select(e.fcmp("ogt", float_const(-150.0), x), float_const(-150.0), x)
     k = e.intrinsic("rint", x)
     return _times_power(e, polynomial(e, e.fsub(x, k), _EXP2), k)
 
 
-def _exp2_up(e: Emitter, x: Val) -> Val:
-    """The same for 4, 8 or 16 lanes by two instructions of AVX-512: one gives x less the whole number below it, and 0
-    for an infinity, the other multiplies by 2 to the power of that number."""
+def _exp2_avx512(e: Emitter, x: Val) -> Val:
+    """2**x of 4, 8 or 16 lanes by AVX-512: vreduceps gives x - floor(x), 0 for infinities, and vscalefps multiplies by
+    2**floor(x)."""
     mask, rounding = ("i16", [int_const(4, "i32")]) if x.lanes == 16 else ("i8", [])
     name = f"llvm.x86.avx512.mask.reduce.ps.{32 * x.lanes}"
     zero, all_lanes = e.splat(float_const(0.0), x.lanes), int_const(-1, mask)
-    r = e.call(name, [x, int_const(_ROUND_DOWN, "i32"), zero, all_lanes, *rounding], "float", x.lanes, "r")
-    return _scalef(e, polynomial(e, r, _EXP2_UP), x)
+    r = e.call(name, [x, int_const(_REDUCE_FLOOR, "i32"), zero, all_lanes, *rounding], "float", x.lanes, "r")
+    return _scalef(e, polynomial(e, r, _EXP2_FLOOR), x)
 
 
 def _times_power(e: Emitter, y: Val, k: Val) -> Val:
-    """y * 2**k, rounded once, for a whole number k of -150 ... 129."""
+    """y * 2**k with one rounding, for an integer k of -150 ... 129."""
     if _has_scalef(e, y.lanes):
-        return _scalef(e, y, k) if y.lanes < 16 else e.by_parts([y, k], 16, lambda *part: _scalef(e, *part))
+        return _scalef(e, y, k) if y.lanes < 16 else e.by_subvectors([y, k], 16, lambda *part: _scalef(e, *part))
     power = e.cast("fptosi", e.select(e.fcmp("uno", k, k), float_const(0.0), k), "i32")
     first = e.binary("ashr", power, int_const(1, "i32"))
     for part in (first, e.binary("sub", power, first)):
@@ -94,7 +94,7 @@ def _has_scalef(e: Emitter, lanes: int) -> bool:
 
 
 def _scalef(e: Emitter, y: Val, k: Val) -> Val:
-    """The same by one instruction, for 4, 8 or 16 lanes."""
+    """y * 2**floor(k) by vscalefps, for 4, 8 or 16 lanes."""
     mask, rounding = ("i16", [int_const(4, "i32")]) if y.lanes == 16 else ("i8", [])
     name = f"llvm.x86.avx512.mask.scalef.ps.{32 * y.lanes}"
     return e.call(name, [y, k, y, int_const(-1, mask), *rounding], "float", y.lanes)
@@ -113,7 +113,7 @@ def _log(e: Emitter, x: Val) -> Val:
     y = e.fma(e.fmul(z, f), polynomial(e, f, _LOG), e.fmul(k, float_const(_LN2_LO)))
     y = e.fadd(e.fma(z, float_const(-0.5), y), f)
     y = e.fma(k, float_const(_LN2_HI), y)
-    y = e.select(e.fcmp("olt", x, float_const(_INF)), y, x)  # inf and NaN give themselves
+    y = e.select(e.fcmp("olt", x, float_const(_INF)), y, x)  # log(inf) is inf, log(NaN) is NaN
     y = e.select(e.fcmp("oeq", x, float_const(0.0)), float_const(-_INF), y)
     return e.select(e.fcmp("olt", x, float_const(0.0)), float_const(_NAN), y)
 
@@ -129,19 +129,19 @@ def _erf(e: Emitter, x: Val) -> Val:
 
 
 def _gelu(e: Emitter, x: Val) -> Val:
-    """max(x, 0) - |x| * (1 - erf(|x| / sqrt(2))) / 2, off by at most 1e-6 and a rounding; relative to small results of
-    large negative numbers much more."""
+    """max(x, 0) - |x| * (1 - erf(|x| / sqrt(2))) / 2; absolute error at most 1e-6 and a rounding. The relative error of
+    small results of large negative x is much greater."""
     if x.elem == "float" and erf_table.is_available(e):
         return erf_table.gelu(e, x)
     half, zero = e.number(0.5, x), e.number(0.0, x)
-    size, end = e.intrinsic("fabs", x), e.number(_GELU_ENDS, x)
-    size = e.select(e.fcmp("olt", end, size), end, size)
-    part = e.fma(apply(e, "erf", e.fmul(size, e.number(math.sqrt(0.5), x))), half, e.number(-0.5, x))
-    return e.fma(size, part, e.select(e.fcmp("ogt", zero, x), zero, x))
+    x_abs, saturation = e.intrinsic("fabs", x), e.number(_GELU_SATURATION, x)
+    x_abs = e.select(e.fcmp("olt", saturation, x_abs), saturation, x_abs)
+    minus_tail = e.fma(apply(e, "erf", e.fmul(x_abs, e.number(math.sqrt(0.5), x))), half, e.number(-0.5, x))
+    return e.fma(x_abs, minus_tail, e.select(e.fcmp("ogt", zero, x), zero, x))
 
 
 def _odd_rational(e: Emitter, x: Val, p: tuple[float, ...], q: tuple[float, ...]) -> Val:
-    """x * p(x*x) / q(x*x), at most 1; at the ends it is above, so that functions saturate exactly."""
+    """x * p(x*x) / q(x*x), clamped to +-1; the quotient exceeds 1 at the ends, so that functions saturate exactly."""
     z = e.fmul(x, x)
     return clamp(e, e.fdiv(e.fmul(x, polynomial(e, z, p)), polynomial(e, z, q)), 1.0)
 
@@ -154,7 +154,7 @@ def _through_double(core: Callable[[Emitter, Val], Val]) -> Callable[[Emitter, V
 
 
 def _near_zero(e: Emitter, x: Val, near: Val, far: Val) -> Val:
-    """`near`, a series that cannot cancel and has the sign of x, for |x| < 2**-12; it also keeps -0.0."""
+    """`near`, a series without cancellation and with the sign of x, for |x| < 2**-12, else `far`; keeps -0.0."""
     is_small = e.fcmp("olt", e.intrinsic("fabs", x), e.number(2.0**-12, x))
     return e.select(is_small, e.intrinsic("copysign", near, x), far)
 
@@ -189,9 +189,9 @@ def _cosh(e: Emitter, x: Val) -> Val:
 
 
 def _asinh(e: Emitter, x: Val) -> Val:
-    size = e.intrinsic("fabs", x)
+    x_abs = e.intrinsic("fabs", x)
     root = e.intrinsic("sqrt", e.fma(x, x, _one(e, x)))
-    far = e.intrinsic("copysign", double.log(e, e.fadd(size, root)), x)
+    far = e.intrinsic("copysign", double.log(e, e.fadd(x_abs, root)), x)
     return _near_zero(e, x, _series(e, x, 0.0, -1 / 6), far)
 
 
@@ -274,36 +274,37 @@ _FLOAT: Mapping[str, Callable[[Emitter, Val], Val]] = {
     },
 }  # fmt: skip
 
-FUNCTIONS = tuple(_FLOAT)  # of one argument
+FUNCTIONS = tuple(_FLOAT)  # unary
 
 
 def apply(e: Emitter, name: str, x: Val) -> Val:
-    """One of FUNCTIONS, of a float or a double."""
-    if x.elem != "double" or name == "gelu":  # which the C library does not have
+    """Emit one of FUNCTIONS of a float or double."""
+    if x.elem != "double" or name == "gelu":  # which libm does not have
         return _FLOAT[name](e, x)
     return e.for_each_lane([x], "double", lambda lane: e.call(name, [lane], "double"))
 
 
 def atan2(e: Emitter, y: Val, x: Val) -> Val:
+    """Angle of the point (x, y), with the special cases of C."""
     if x.elem == "double":
         return e.for_each_lane([y, x], "double", lambda *lane: e.call("atan2", lane, "double"))
-    y, x = e.match(e.cast("fpext", y, "double"), e.cast("fpext", x, "double"))
+    y, x = e.match_lanes(e.cast("fpext", y, "double"), e.cast("fpext", x, "double"))
     return e.cast("fptrunc", double.atan2(e, y, x), "float")
 
 
 def fmod(e: Emitter, a: Val, b: Val) -> Val:
-    """The remainder with the sign of a, which is exact: by the C library."""
+    """Exact remainder with the sign of a, by libm, lane by lane."""
     name = "fmod" if a.elem == "double" else "fmodf"
     return e.for_each_lane([a, b], a.elem, lambda *lane: e.call(name, lane, a.elem))
 
 
 def power(e: Emitter, x: Val, y: Val) -> Val:
-    """x**y with all the special cases of C."""
+    """x**y with the special cases of C's pow."""
     if x.elem == "double":
         return e.for_each_lane([x, y], "double", lambda *lane: e.call("pow", lane, "double"))
-    x, y = e.match(x, y)
-    size = e.intrinsic("fabs", x)
-    log = double.log(e, e.cast("fpext", size, "double"))
+    x, y = e.match_lanes(x, y)
+    x_abs = e.intrinsic("fabs", x)
+    log = double.log(e, e.cast("fpext", x_abs, "double"))
     z = e.cast("fptrunc", double.exp(e, e.fmul(log, e.cast("fpext", y, "double"))), "float")
     is_whole = e.fcmp("oeq", e.intrinsic("trunc", y), y)
     half = e.fmul(y, float_const(0.5))
@@ -311,9 +312,9 @@ def power(e: Emitter, x: Val, y: Val) -> Val:
     is_negative = e.icmp("slt", e.cast("bitcast", x, "i32"), int_const(0, "i32"))
     z = e.select(e.binary("and", is_negative, is_odd), e.neg(z), z)
     one, zero, inf = float_const(1.0), float_const(0.0), float_const(_INF)
-    is_root = e.binary("and", e.fcmp("olt", x, zero), e.fcmp("olt", size, inf))  # of a negative number
+    is_root = e.binary("and", e.fcmp("olt", x, zero), e.fcmp("olt", x_abs, inf))  # of a negative number
     is_whole = e.binary("or", is_whole, e.fcmp("uno", y, y))
     z = e.select(e.binary("and", is_root, e.binary("xor", is_whole, Val("true", "i1"))), float_const(_NAN), z)
-    far = e.binary("and", e.fcmp("oeq", size, one), e.fcmp("oeq", e.intrinsic("fabs", y), inf))  # (+-1)**inf == 1
+    far = e.binary("and", e.fcmp("oeq", x_abs, one), e.fcmp("oeq", e.intrinsic("fabs", y), inf))  # (+-1)**inf == 1
     is_one = e.binary("or", e.fcmp("oeq", x, one), e.fcmp("oeq", y, zero))
     return e.select(e.binary("or", far, is_one), one, z)

@@ -1,7 +1,7 @@
-"""Cores of the float32 functions in float64 arithmetic: few steps, and accurate far beyond float32 without any tricks.
+"""Cores of float32 functions in float64 arithmetic, which are accurate beyond float32 without compensation.
 
-Arguments come from float32, so neither overflow nor underflow is possible inside. Only multiplications, additions, bit
-operations and division: they run on vectors on every target. Polynomials are minimax fits (Remez, 50 digits).
+Arguments come from float32, so intermediate results neither overflow nor underflow. Only additions, multiplications,
+divisions and bit operations, which every target vectorizes. Polynomials are minimax fits (Remez, 50 digits).
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const, mangle
 
-_ROUNDER = 6755399441055744.0  # 1.5 * 2**52: added to a small double, it leaves the nearest integer in the low bits
+_ROUNDING_MAGIC = (
+    6755399441055744.0  # 1.5 * 2**52: added to a small double, it leaves the nearest integer in the low bits
+)
 _LN2_HI, _LN2_LO = 0.6931471803691238, 1.9082149292705877e-10  # HI has 32 bits: k*HI is exact
 _PIO2_HI, _PIO2_LO = 1.5707963267341256, 6.077100506506192e-11  # HI has 33 bits: k*HI is exact for k < 2**20
 _PIO2 = 1.5707963267948966
@@ -35,7 +37,7 @@ _ATAN = (
     0.0698209298723651, -0.037691615044062286,
 )  # fmt: skip
 
-# The bits of 2/pi, 32 at each of 24 steps of 8 bits: enough for every float32 (Payne and Hanek, 1983).
+# Bits of 2/pi, for a table of 24 overlapping 32-bit windows at steps of 8 bits (Payne and Hanek, 1983).
 _TWO_OVER_PI_BITS = 0xA2F9836E4E441529FC2757D1F534DDC0DB6295993C439041FE5163ABDEBBC561
 
 
@@ -48,10 +50,10 @@ def polynomial(e: Emitter, x: Val, coefficients: Sequence[float]) -> Val:
 
 
 def exp(e: Emitter, x: Val) -> Val:
-    """e**x; arguments beyond +-700 are taken as +-700, whose results lie beyond float32."""
+    """e**x with x clamped to +-700, beyond the range of float32 results."""
     x = clamp(e, x, 700.0)
-    shifted = e.fma(x, float_const(1.4426950408889634, "double"), float_const(_ROUNDER, "double"))
-    k = e.fsub(shifted, float_const(_ROUNDER, "double"))
+    shifted = e.fma(x, float_const(1.4426950408889634, "double"), float_const(_ROUNDING_MAGIC, "double"))
+    k = e.fsub(shifted, float_const(_ROUNDING_MAGIC, "double"))
     r = e.fma(k, float_const(-_LN2_HI, "double"), x)
     r = e.fma(k, float_const(-_LN2_LO, "double"), r)
     y = e.fadd(e.fma(e.fmul(r, r), polynomial(e, r, _EXP), r), float_const(1.0, "double"))
@@ -60,19 +62,19 @@ def exp(e: Emitter, x: Val) -> Val:
 
 
 def clamp(e: Emitter, x: Val, limit: float) -> Val:
-    """x within [-limit, limit]; NaN stays NaN."""
+    """Clamp x to [-limit, limit]; NaN stays NaN."""
     high, low = e.number(limit, x), e.number(-limit, x)
     x = e.select(e.fcmp("olt", high, x), high, x)
     return e.select(e.fcmp("ogt", low, x), low, x)
 
 
 def log(e: Emitter, x: Val) -> Val:
-    """The natural logarithm, with all special cases; no denormals."""
+    """Natural logarithm with all special cases; x must not be denormal."""
     bits = e.cast("bitcast", x, "i64")
     sqrt_half = 0x3FE6A09E667F3BCD
     offset = e.binary("add", bits, int_const((0x3FF << 52) - sqrt_half))
     biased = e.binary("lshr", offset, int_const(52))
-    # k, an integer below 2**52, as a double: put it into the low bits of 2**52
+    # convert the integer k < 2**52 to double by putting it into the low bits of 2**52
     k = e.cast("bitcast", e.binary("or", biased, int_const(0x433 << 52)), "double")
     k = e.fsub(k, float_const(2.0**52 + 1023.0, "double"))
     power = e.binary("sub", e.binary("shl", biased, int_const(52)), int_const(0x3FF << 52))
@@ -83,16 +85,16 @@ def log(e: Emitter, x: Val) -> Val:
     y = e.fma(e.fmul(s, z), polynomial(e, z, _LOG), e.fadd(s, s))
     y = e.fma(k, float_const(_LN2_HI, "double"), e.fma(k, float_const(_LN2_LO, "double"), y))
     zero, inf = float_const(0.0, "double"), float_const(float("inf"), "double")
-    y = e.select(e.fcmp("olt", x, inf), y, x)  # inf and NaN give themselves
+    y = e.select(e.fcmp("olt", x, inf), y, x)  # log(inf) is inf, log(NaN) is NaN
     y = e.select(e.fcmp("oeq", x, zero), float_const(float("-inf"), "double"), y)
     return e.select(e.fcmp("olt", x, zero), float_const(float("nan"), "double"), y)
 
 
 def sin_cos(e: Emitter, x: Val) -> tuple[Val, Val, Val]:
-    """(sin r, cos r, k) with x = k*pi/2 + r; k is an i64 of which only the low two bits count. `x` is a float32."""
+    """(sin r, cos r, k) with x = k*pi/2 + r of a float32 x; only the low two bits of k (i64) are meaningful."""
     wide = e.cast("fpext", x, "double")
-    shifted = e.fma(wide, float_const(1.0 / _PIO2, "double"), float_const(_ROUNDER, "double"))
-    quotient = e.fsub(shifted, float_const(_ROUNDER, "double"))
+    shifted = e.fma(wide, float_const(1.0 / _PIO2, "double"), float_const(_ROUNDING_MAGIC, "double"))
+    quotient = e.fsub(shifted, float_const(_ROUNDING_MAGIC, "double"))
     r = e.fma(quotient, float_const(-_PIO2_HI, "double"), wide)
     r = e.fma(quotient, float_const(-_PIO2_LO, "double"), r)
     k = e.cast("bitcast", shifted, "i64")
@@ -111,9 +113,9 @@ def sin_cos(e: Emitter, x: Val) -> tuple[Val, Val, Val]:
 
 
 def _reduce_large(e: Emitter, x: Val) -> tuple[Val, Val]:
-    """(r, k) of a large float32, exactly: its 24 bits times 96 bits of 2/pi, chosen by its exponent, modulo 4."""
-    words = [(_TWO_OVER_PI_BITS >> (256 - 8 * (step + 1))) & 0xFFFFFFFF for step in range(24)]
-    table = e.module.table("two_over_pi", "i32", words)
+    """(r, k) of a large float32 by exact Payne-Hanek reduction: 24 bits of x times 96 bits of 2/pi, modulo 4."""
+    windows = [(_TWO_OVER_PI_BITS >> (256 - 8 * (step + 1))) & 0xFFFFFFFF for step in range(24)]
+    table = e.module.table("two_over_pi", "i32", windows)
     bits = e.cast("bitcast", x, "i32")
     step = e.binary("and", e.binary("lshr", bits, int_const(26, "i32")), int_const(15, "i32"))
     shift = e.binary("and", e.binary("lshr", bits, int_const(23, "i32")), int_const(7, "i32"))
@@ -124,17 +126,17 @@ def _reduce_large(e: Emitter, x: Val) -> tuple[Val, Val]:
     wide = e.cast("zext", mantissa, "i64")
     middle, tail = (e.binary("mul", wide, e.cast("zext", factor, "i64")) for factor in factors[1:])
     total = e.binary("or", e.binary("lshr", tail, int_const(32)), e.binary("shl", low, int_const(32)))
-    total = e.binary("add", total, middle)  # x * 2/pi modulo 4, with 62 bits behind the point
+    total = e.binary("add", total, middle)  # x * 2/pi modulo 4, in fixed point with 62 fraction bits
     k = e.binary("lshr", e.binary("add", total, int_const(1 << 61)), int_const(62))
-    rest = e.binary("sub", total, e.binary("shl", k, int_const(62)))
-    r = e.fmul(e.cast("sitofp", rest, "double"), float_const(_PIO2 * 2.0**-62, "double"))
+    fraction = e.binary("sub", total, e.binary("shl", k, int_const(62)))
+    r = e.fmul(e.cast("sitofp", fraction, "double"), float_const(_PIO2 * 2.0**-62, "double"))
     is_negative = e.icmp("slt", bits, int_const(0, "i32"))
     r = e.select(is_negative, e.neg(r), r)
     return r, e.select(is_negative, e.binary("sub", int_const(0), k), k)
 
 
 def _lookup(e: Emitter, table: Val, index: Val) -> Val:
-    """table[index] of i32; the index varies over lanes."""
+    """Load table[index] of i32, by a gather where the index is a vector."""
     pointer = e.op(f"getelementptr i32, {table}, {index}", "ptr", index.lanes, "entry")
     if not index.lanes:
         return e.op(f"load i32, {pointer}, align 4", "i32", 0, "word")
@@ -142,21 +144,21 @@ def _lookup(e: Emitter, table: Val, index: Val) -> Val:
 
 
 def gather(e: Emitter, pointers: Val, elem: str, align: int, mask: Val) -> Val:
-    """One element from each address whose mask bit is set, 0 elsewhere."""
+    """Masked gather; inactive lanes are 0."""
     lanes = pointers.lanes
     zero = e.splat(e.number(0, Val("", elem)), lanes)
     name = f"llvm.masked.gather.{mangle(elem, lanes)}.{mangle('ptr', lanes)}"
     return e.call(name, [pointers, int_const(align, "i32"), mask, zero], elem, lanes, "gathered")
 
 
-def _below(e: Emitter, x: Val, limit: Val) -> Val:
+def _min(e: Emitter, x: Val, limit: Val) -> Val:
     return e.select(e.fcmp("ogt", x, limit), limit, x)
 
 
 def atan2(e: Emitter, y: Val, x: Val) -> Val:
-    """The angle of (x, y), of values that come from float32, with all special cases."""
+    """Angle of the point (x, y) of float32 values, with all special cases."""
     huge = float_const(2.0**600, "double")  # instead of infinity: inf/inf is 1 then, and finite/inf is 0 in float32
-    ax, ay = (_below(e, e.intrinsic("fabs", v), huge) for v in (x, y))
+    ax, ay = (_min(e, e.intrinsic("fabs", v), huge) for v in (x, y))
     is_steep = e.fcmp("ogt", ay, ax)
     low, high = e.select(is_steep, ax, ay), e.select(is_steep, ay, ax)
     zero = float_const(0.0, "double")

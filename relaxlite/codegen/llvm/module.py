@@ -1,6 +1,6 @@
-"""Tensor programs to LLVM IR: one LLVM module for each.
+"""Lower tensor programs to LLVM IR, one module per program.
 
-A kernel has the signature i32(ptr buffers, ptr symbols) that docs/runtime-abi.md states.
+Kernels have the signature i32(ptr buffers, ptr symbols) of docs/runtime-abi.md.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import Emitter, ModuleEmitter, Val
-from relaxlite.codegen.llvm.guarded import one_by_one
-from relaxlite.codegen.llvm.indices import Base, Indices
+from relaxlite.codegen.llvm.guarded import unschedule
+from relaxlite.codegen.llvm.indices import BufferBase, Indices
 from relaxlite.codegen.llvm.statements import emit_statement
 from relaxlite.codegen.llvm.types import memory_elem
 from relaxlite.errors import CodegenError
@@ -24,25 +24,25 @@ from relaxlite.target import Target
 
 @dataclass(frozen=True, slots=True)
 class KernelText:
-    """A kernel as LLVM IR, and the messages of its checks: `checks[k - 1]` belongs to status k."""
+    """LLVM IR of a kernel, and the messages of its checks: `checks[k - 1]` for status k."""
 
     text: str
     checks: tuple[str, ...]
 
 
 def emit_program(name: str, program: TensorProgram, target: Target) -> str:
-    """The LLVM IR of one program, as it is before LLVM's own passes."""
+    """LLVM IR of a program before LLVM's passes. CodegenError names a program that cannot be lowered."""
     return emit_kernel(name, program, target, "kernel_" + re.sub(r"[^A-Za-z0-9_]", "_", name)).text
 
 
 def emit_kernel(
     name: str, program: TensorProgram, target: Target, symbol: str, *, is_guarded: bool = False
 ) -> KernelText:
-    """A module whose only visible function is `symbol`; `is_guarded` as guarded.py says. CodegenError names the program
-    that cannot be expressed."""
+    """Emit a module that exports `symbol`; `is_guarded`: unscheduled and bounds-checked (guarded.py). CodegenError
+    names a program that cannot be lowered."""
     module = ModuleEmitter(target)
     try:
-        checks = _emit_function(module, symbol, name, one_by_one(program) if is_guarded else program, is_guarded)
+        checks = _emit_function(module, symbol, name, unschedule(program) if is_guarded else program, is_guarded)
     except CodegenError as error:
         raise CodegenError(f"program {name!r}: {error}") from error
     except Exception as error:
@@ -56,14 +56,16 @@ def _emit_function(
     e = Emitter(module)
     e.start("entry")
     entry = e.reserve()
-    k = Kernel(symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get(CHECKED)), is_guarded=is_guarded)
-    ahead: Any = program.attrs.get(PREFETCH_BYTES, ())
-    k.ahead = {program.params[number]: count for number, count in ahead}
-    in_order: Any = program.attrs.get(IN_ORDER, ())
-    k.in_order = frozenset(program.params[number] for number in in_order)
+    k = KernelContext(
+        symbol, e, Indices(e), {}, entry, is_checked=bool(program.attrs.get(CHECKED)), is_guarded=is_guarded
+    )
+    prefetch_bytes: Any = program.attrs.get(PREFETCH_BYTES, ())
+    k.prefetch_distances = {program.params[number]: count for number, count in prefetch_bytes}
+    ordered_params: Any = program.attrs.get(IN_ORDER, ())
+    k.ordered_buffers = frozenset(program.params[number] for number in ordered_params)
     for number, buffer in enumerate(program.params):
         pointer = _load_argument(e, "buffers", number, "ptr", buffer.name)
-        k.ix.bases[buffer] = Base(pointer, 0, memory_elem(buffer.dtype))
+        k.ix.bases[buffer] = BufferBase(pointer, 0, memory_elem(buffer.dtype))
     values = [_load_argument(e, "symbols", number, "i64", var.name) for number, var in enumerate(program.symbols)]
     with k.ix.scope():
         for var, value in zip(program.symbols, values, strict=True):
@@ -75,12 +77,12 @@ def _emit_function(
 
 
 def _load_argument(e: Emitter, array: str, number: int, elem: str, hint: str) -> Val:
-    place = e.op(f"getelementptr i64, ptr %{array}, i64 {number}", "ptr", 0, f"{hint}_slot")
-    return e.op(f"load {elem}, {place}, align 8", elem, 0, hint)
+    address = e.op(f"getelementptr i64, ptr %{array}, i64 {number}", "ptr", 0, f"{hint}_slot")
+    return e.op(f"load {elem}, {address}, align 8", elem, 0, hint)
 
 
 def _describe(name: str, program: TensorProgram) -> str:
-    """The comment above a kernel: its program's signature."""
+    """Comment above a kernel with its program's signature."""
 
     def list_of(buffers: Sequence[Buffer]) -> str:
         return ", ".join(f"{b.name}: {b.dtype}[{', '.join(map(str, b.shape))}]" for b in buffers)
@@ -88,4 +90,4 @@ def _describe(name: str, program: TensorProgram) -> str:
     symbols = f"; symbols {', '.join(v.name for v in program.symbols)}" if program.symbols else ""
     attrs = f"; {program.identity!r}" if program.identity else ""
     text = f"; program {name}({list_of(program.inputs)}) -> {list_of(program.outputs)}{symbols}{attrs}"
-    return " ".join(text.split())  # one line, whatever the names hold
+    return " ".join(text.split())  # one line, whatever characters names have

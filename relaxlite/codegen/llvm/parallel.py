@@ -1,31 +1,29 @@
-"""Parallel loops: the body becomes a function of its own, which the runtime's thread pool calls once per chunk.
+"""Parallel loops: the body is outlined to a function that the runtime's thread pool calls once per chunk.
 
-Chunks are contiguous and of equal size. Of few threads each has one. Of MANY_THREADS each has SHARES, for whoever is
-done takes the next, and among so many one is often kept from running, or slower than the others
-(docs/measurements/cpus.md, chunks_per_thread). There are fewer where a chunk would be so small that starting a thread
-for it takes longer, down to one, which the caller runs on its own. What the body needs of its surroundings, pointers
-and symbols, is passed through an array of 8-byte slots on the caller's stack; a slot is made the first time that the
-body mentions something.
+Chunks are contiguous and of equal size: one per thread, or CHUNKS_PER_THREAD from MANY_THREADS threads on, for load
+balancing among threads of unequal speed (docs/measurements/cpus.md, chunks_per_thread). There are fewer where a chunk
+would have less than MIN_CHUNK_WORK, down to one, which the caller runs itself. Captured pointers and symbols are passed
+in an array of 8-byte slots on the caller's stack; a slot is created at the first use in the body.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import Emitter, Lines, Val, int_const
-from relaxlite.codegen.llvm.indices import Base, Indices, Variable
+from relaxlite.codegen.llvm.indices import BufferBase, Indices, Variable
 from relaxlite.codegen.llvm.loops import branch, count_loop
 from relaxlite.codegen.llvm.work import work_of
 from relaxlite.ir.program import Buffer, For, Stmt
 from relaxlite.ir.symbolic import SymVar
 
-ENOUGH_WORK = 8192  # instructions of a chunk, some 2 to 4 us
-MANY_THREADS, SHARES = 8, 4
+MIN_CHUNK_WORK = 8192  # instructions of a chunk, a few microseconds: less does not pay for waking a thread
+MANY_THREADS, CHUNKS_PER_THREAD = 8, 4
 
 
 class _Captures:
-    """The slots: what the caller stores there, and where the body loads them."""
+    """Captured values of an outlined body: the values that the caller stores, and the loads in the body."""
 
     def __init__(self, child: Emitter) -> None:
         self.child = child
@@ -33,15 +31,16 @@ class _Captures:
         self.prelude: Lines = child.reserve()
 
     def take(self, value: Val, hint: str) -> Val:
+        """Capture a value of the caller; returns its load in the body."""
         slot = len(self.values)
         self.values.append(value)
         with self.child.place(self.prelude):
-            place = self.child.op(f"getelementptr i64, ptr %context, i64 {slot}", "ptr", 0, "slot")
-            return self.child.op(f"load {value.elem}, {place}, align 8", value.elem, 0, hint)
+            address = self.child.op(f"getelementptr i64, ptr %context, i64 {slot}", "ptr", 0, "slot")
+            return self.child.op(f"load {value.elem}, {address}, align 8", value.elem, 0, hint)
 
 
 class _Variables(dict[SymVar, Variable]):
-    """The variables of the body: those of the surroundings are fetched when they are first asked for."""
+    """Variables of an outlined body; variables of the caller are captured at their first use."""
 
     def __init__(self, outer: dict[SymVar, Variable], captures: _Captures) -> None:
         super().__init__()
@@ -57,36 +56,37 @@ class _Variables(dict[SymVar, Variable]):
         return super().__contains__(var) or var in self.outer
 
 
-class _Bases(dict[Buffer, Base]):
-    """The same for buffers."""
+class _Bases(dict[Buffer, BufferBase]):
+    """Buffers of an outlined body; buffers of the caller are captured at their first use."""
 
-    def __init__(self, outer: dict[Buffer, Base], captures: _Captures) -> None:
+    def __init__(self, outer: dict[Buffer, BufferBase], captures: _Captures) -> None:
         super().__init__()
         self.outer, self.captures = outer, captures
 
-    def __missing__(self, buffer: Buffer) -> Base:
+    def __missing__(self, buffer: Buffer) -> BufferBase:
         outer = self.outer[buffer]
-        self[buffer] = Base(self.captures.take(outer.pointer, buffer.name), 0, outer.elem)
+        self[buffer] = BufferBase(self.captures.take(outer.pointer, buffer.name), 0, outer.elem)
         return self[buffer]
 
 
-def emit_parallel(k: Kernel, stmt: For, emit_statement: Callable[[Kernel, Stmt], None]) -> None:
+def emit_parallel(k: KernelContext, stmt: For, emit_statement: Callable[[KernelContext, Stmt], None]) -> None:
+    """Emit a parallel loop: outline its body, and call relaxlite_parallel_for with the captured values."""
     e = k.e
     e.comment(f"for {stmt.var} in range({stmt.extent}), parallel")
     extent = k.ix.value(stmt.extent)
     threads = e.call("relaxlite_num_threads", [], "i64", 0, "threads")
-    shares = e.binary("mul", threads, int_const(SHARES))
-    shares = e.select(e.icmp("sge", threads, int_const(MANY_THREADS)), shares, threads, "shares")
-    worth = k.ix.value(work_of(stmt) // ENOUGH_WORK + 1)
-    chunks = e.intrinsic("smin", e.intrinsic("smin", extent, shares), worth, hint="chunks")
+    max_chunks = e.binary("mul", threads, int_const(CHUNKS_PER_THREAD))
+    max_chunks = e.select(e.icmp("sge", threads, int_const(MANY_THREADS)), max_chunks, threads, "shares")
+    chunks_by_work = k.ix.value(work_of(stmt) // MIN_CHUNK_WORK + 1)
+    chunks = e.intrinsic("smin", e.intrinsic("smin", extent, max_chunks), chunks_by_work, hint="chunks")
     name = f"{k.name}.{e.fresh(f'{stmt.var.name}_chunk')}"
     captured = _outline(k, stmt, name, extent, chunks, emit_statement)
 
     def start() -> None:
         context = k.stack_array("context", "i64", len(captured))
         for slot, value in enumerate(captured):
-            place = e.op(f"getelementptr i64, {context}, i64 {slot}", "ptr", 0, "slot")
-            e.line(f"store {value}, {place}, align 8")
+            address = e.op(f"getelementptr i64, {context}, i64 {slot}", "ptr", 0, "slot")
+            e.line(f"store {value}, {address}, align 8")
         status = e.call("relaxlite_parallel_for", [Val(f"@{name}", "ptr"), context, chunks], "i32", 0, "status")
         k.return_if(e.icmp("ne", status, int_const(0, "i32")), status)
 
@@ -94,9 +94,14 @@ def emit_parallel(k: Kernel, stmt: For, emit_statement: Callable[[Kernel, Stmt],
 
 
 def _outline(
-    k: Kernel, stmt: For, name: str, extent: Val, chunks: Val, emit_statement: Callable[[Kernel, Stmt], None]
+    k: KernelContext,
+    stmt: For,
+    name: str,
+    extent: Val,
+    chunks: Val,
+    emit_statement: Callable[[KernelContext, Stmt], None],
 ) -> list[Val]:
-    """Write the function that runs one chunk; gives what it takes from its surroundings."""
+    """Emit the function that runs one chunk; returns the captured values."""
     e = Emitter(k.e.module)
     e.start("entry")
     entry = e.reserve()
@@ -105,8 +110,16 @@ def _outline(
     ix.variables = _Variables(k.ix.variables, captures)
     ix.bases = _Bases(k.ix.bases, captures)
     ix.constants = dict(k.ix.constants)
-    child = Kernel(
-        name, e, ix, k.checks, entry, is_checked=k.is_checked, in_parallel=True, ahead=k.ahead, in_order=k.in_order
+    child = KernelContext(
+        name,
+        e,
+        ix,
+        k.checks,
+        entry,
+        is_checked=k.is_checked,
+        in_parallel=True,
+        prefetch_distances=k.prefetch_distances,
+        ordered_buffers=k.ordered_buffers,
     )
     with ix.scope():
         extent, chunks = (captures.take(v, hint) for v, hint in ((extent, "extent"), (chunks, "chunks")))

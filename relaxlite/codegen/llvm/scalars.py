@@ -1,7 +1,7 @@
-"""The scalar functions of tensor programs (ir/program.py) as instructions, for scalars and vectors alike.
+"""Instructions of the scalar functions of tensor programs (ir/program.py), for scalars and vectors.
 
-The same table in NumPy is ir/scalar_functions.py; both say what happens in the corners: integer division by zero
-gives quotient and remainder 0, a shift by the width or more shifts everything out, min and max hand on NaN.
+ir/scalar_functions.py is the NumPy reference. Both define the edge cases: integer division by zero gives quotient and
+remainder 0, shifts by the width or more shift all bits out, min and max propagate NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from relaxlite.dtypes import DType
 from relaxlite.errors import CodegenError
 
 _ROUNDING = {"floor": "floor", "ceil": "ceil", "round": "roundeven", "trunc": "trunc"}
-_PREDICATES = {  # of floats, of signed and of unsigned integers
+_PREDICATES = {  # op -> predicate of floats, signed integers, unsigned integers
     "eq": ("oeq", "eq", "eq"),
     "ne": ("une", "ne", "ne"),
     "lt": ("olt", "slt", "ult"),
@@ -30,6 +30,7 @@ _PREDICATES = {  # of floats, of signed and of unsigned integers
 
 
 def unary(e: Emitter, op: str, dtype: DType, x: Val) -> Val:
+    """Emit a unary function; CodegenError where it is not defined for the dtype."""
     if dtypes.is_float(dtype):
         return _unary_float(e, op, x)
     if dtype == "bool":
@@ -97,6 +98,7 @@ def _unary_int(e: Emitter, op: str, x: Val, *, signed: bool) -> Val:
 
 
 def binary(e: Emitter, op: str, dtype: DType, a: Val, b: Val) -> Val:
+    """Emit a binary function of operands of one dtype; CodegenError where it is not defined for the dtype."""
     if dtypes.is_float(dtype):
         return _binary_float(e, op, a, b)
     if dtype == "bool":
@@ -115,7 +117,8 @@ def _binary_float(e: Emitter, op: str, a: Val, b: Val) -> Val:
 
 
 def _extremum(e: Emitter, op: str, a: Val, b: Val) -> Val:
-    """The smaller or larger, NaN if one is. `a < b ? a : b` is one instruction, and gives b when one of them is NaN."""
+    """min or max that propagates NaN: `a < b ? a : b` is one instruction and gives b if either is NaN, then fix NaN in
+    a."""
     if b.is_const and not a.is_const:
         a, b = b, a
     chosen = e.select(e.fcmp("olt" if op == "min" else "ogt", a, b), a, b)
@@ -123,19 +126,19 @@ def _extremum(e: Emitter, op: str, a: Val, b: Val) -> Val:
 
 
 def _float_floormod(e: Emitter, a: Val, b: Val) -> Val:
-    """As Python's %: the remainder has the sign of b."""
-    rest = math.fmod(e, a, b)
-    moved = e.select(_signs_differ(e, rest, b), e.fadd(rest, b), rest)
-    return e.select(e.fcmp("oeq", rest, e.number(0, a)), e.intrinsic("copysign", e.number(0, a), b), moved)
+    """Python's %: the remainder has the sign of b."""
+    remainder = math.fmod(e, a, b)
+    adjusted = e.select(_signs_differ(e, remainder, b), e.fadd(remainder, b), remainder)
+    return e.select(e.fcmp("oeq", remainder, e.number(0, a)), e.intrinsic("copysign", e.number(0, a), b), adjusted)
 
 
 def _float_floordiv(e: Emitter, a: Val, b: Val) -> Val:
-    """As Python's //: (a - a % b) / b, rounded to the whole number that it almost is; a / 0 is what `div` gives."""
-    quotient, rest = e.fdiv(a, b), math.fmod(e, a, b)
+    """Python's //: (a - a % b) / b, rounded to the nearest integer; a // 0 is a / 0."""
+    quotient, remainder = e.fdiv(a, b), math.fmod(e, a, b)
     zero, one = e.number(0, a), e.number(1, a)
-    whole = e.fdiv(e.fsub(a, rest), b)
-    is_off = e.binary("and", _signs_differ(e, rest, b), e.fcmp("une", rest, zero))
-    whole = e.select(is_off, e.fsub(whole, one), whole)
+    whole = e.fdiv(e.fsub(a, remainder), b)
+    needs_adjustment = e.binary("and", _signs_differ(e, remainder, b), e.fcmp("une", remainder, zero))
+    whole = e.select(needs_adjustment, e.fsub(whole, one), whole)
     floor = e.intrinsic("floor", whole)
     floor = e.select(e.fcmp("ogt", e.fsub(whole, floor), e.number(0.5, a)), e.fadd(floor, one), floor)
     floor = e.select(e.fcmp("oeq", whole, zero), e.intrinsic("copysign", zero, quotient), floor)
@@ -149,8 +152,8 @@ def _signs_differ(e: Emitter, a: Val, b: Val) -> Val:
 
 
 def _float_pow(e: Emitter, x: Val, y: Val) -> Val:
-    """x**y; a constant exponent that is a small whole number or a half becomes multiplications."""
-    known: dict[str, Callable[[], Val]] = {
+    """x**y; strength-reduced for constant exponents -1, -0.5, 0, 0.5, 1, 2 and 3."""
+    special_cases: dict[str, Callable[[], Val]] = {
         e.number(0, y).text: lambda: e.number(1, x),
         e.number(1, y).text: lambda: x,
         e.number(2, y).text: lambda: e.fmul(x, x),
@@ -159,11 +162,11 @@ def _float_pow(e: Emitter, x: Val, y: Val) -> Val:
         e.number(0.5, y).text: lambda: _pow_half(e, x),
         e.number(-0.5, y).text: lambda: e.fdiv(e.number(1, x), _pow_half(e, x)),
     }
-    return known[y.text]() if y.text in known else math.power(e, x, y)
+    return special_cases[y.text]() if y.text in special_cases else math.power(e, x, y)
 
 
 def _pow_half(e: Emitter, x: Val) -> Val:
-    """sqrt, but pow(-inf, 0.5) is inf and pow(-0.0, 0.5) is 0.0."""
+    """x**0.5 by sqrt, with pow(-inf, 0.5) == inf and pow(-0.0, 0.5) == 0.0."""
     root = e.fadd(e.intrinsic("sqrt", x), e.number(0, x))
     return e.select(e.fcmp("oeq", x, e.number(float("-inf"), x)), e.number(float("inf"), x), root)
 
@@ -215,7 +218,7 @@ def _binary_int(e: Emitter, op: str, a: Val, b: Val, *, signed: bool) -> Val:
 
 
 def _truncating(e: Emitter, a: Val, b: Val, *, is_div: bool, signed: bool) -> Val:
-    """Division rounded towards zero, or its remainder; by zero both are 0, and INT_MIN / -1 wraps."""
+    """Division rounded towards zero, or its remainder; 0 for b == 0, and INT_MIN / -1 wraps."""
     zero, one = int_const(0, a.elem), int_const(1, a.elem)
     opcode = ("s" if signed else "u") + ("div" if is_div else "rem")
     if b.is_const and b.text not in ("0", "-1", "zeroinitializer"):
@@ -230,7 +233,7 @@ def _truncating(e: Emitter, a: Val, b: Val, *, is_div: bool, signed: bool) -> Va
 
 
 def _shift(e: Emitter, op: str, a: Val, b: Val, *, signed: bool) -> Val:
-    """A count that is negative, or not less than the width, shifts everything out."""
+    """Shift; a count that is negative or at least the width shifts all bits out."""
     bits, zero = bits_of(a.elem), int_const(0, a.elem)
     is_inside = e.icmp("ult", b, int_const(bits, b.elem))
     if op == "shift_left":
@@ -241,26 +244,26 @@ def _shift(e: Emitter, op: str, a: Val, b: Val, *, signed: bool) -> Val:
 
 
 def _int_pow(e: Emitter, base: Val, exponent: Val, *, signed: bool) -> Val:
-    """Repeated squaring, modulo 2**bits. A negative exponent: the reciprocal rounded towards zero; of 0 it is 0."""
-    base, exponent = e.match(base, exponent)
+    """Integer power by repeated squaring, modulo 2**bits; negative exponents give the truncated reciprocal, 0 for 0."""
+    base, exponent = e.match_lanes(base, exponent)
     zero, one = int_const(0, base.elem), int_const(1, base.elem)
-    size = e.select(e.icmp("slt", exponent, zero), zero, exponent) if signed else exponent
+    start_exponent = e.select(e.icmp("slt", exponent, zero), zero, exponent) if signed else exponent
     start, (body, done) = e.label, (e.fresh("pow_loop"), e.fresh("pow_done"))
     e.branch(body)
     e.start(body)
     names = [e.fresh(hint) for hint in ("left", "square", "power")]
     nexts = [e.fresh(f"{hint}_next") for hint in ("left", "square", "power")]
-    left, square, power = (Val(f"%{name}", base.elem, base.lanes) for name in names)
-    inits = (size, base, e.splat(one, base.lanes))
-    for value, init, following in zip((left, square, power), inits, nexts, strict=True):
+    exponent_left, square, power = (Val(f"%{name}", base.elem, base.lanes) for name in names)
+    inits = (start_exponent, base, e.splat(one, base.lanes))
+    for value, init, following in zip((exponent_left, square, power), inits, nexts, strict=True):
         e.line(f"{value.text} = phi {value.ty} [ {init.text}, %{start} ], [ %{following}, %{body} ]")
-    is_odd = e.cast("trunc", left, "i1")
+    is_odd = e.cast("trunc", exponent_left, "i1")
     factor = e.select(is_odd, square, one)
     e.line(f"%{nexts[2]} = mul {power}, {factor.text}")
     e.line(f"%{nexts[1]} = mul {square}, {square.text}")
-    e.line(f"%{nexts[0]} = lshr {left}, {e.splat(one, base.lanes).text}")
-    going = e.any_lane(e.icmp("ne", Val(f"%{nexts[0]}", base.elem, base.lanes), zero))
-    e.branch_if(going, body, done)
+    e.line(f"%{nexts[0]} = lshr {exponent_left}, {e.splat(one, base.lanes).text}")
+    continues = e.any_lane(e.icmp("ne", Val(f"%{nexts[0]}", base.elem, base.lanes), zero))
+    e.branch_if(continues, body, done)
     e.start(done)
     result = Val(f"%{nexts[2]}", base.elem, base.lanes)
     if not signed:
@@ -276,6 +279,7 @@ def _int_pow(e: Emitter, base: Val, exponent: Val, *, signed: bool) -> Val:
 
 
 def compare(e: Emitter, op: str, dtype: DType, a: Val, b: Val) -> Val:
+    """Emit a comparison of operands of one dtype, as i1."""
     of_float, of_signed, of_unsigned = _PREDICATES[op]
     if dtypes.is_float(dtype):
         return e.fcmp(of_float, a, b)
@@ -283,14 +287,14 @@ def compare(e: Emitter, op: str, dtype: DType, a: Val, b: Val) -> Val:
 
 
 def combine(e: Emitter, op: str, dtype: DType, a: Val, b: Val) -> Val:
-    """One step of a reduction: the accumulator first."""
-    if op == "maxnum":  # of floats one instruction, which yields `a` when one of them is NaN
+    """One step of a reduction: combine an element `b` into the accumulator `a`."""
+    if op == "maxnum":  # one instruction for floats; yields `a` if either is NaN
         return e.select(compare(e, "gt", dtype, b, a), b, a)
     return binary(e, op, dtype, a, b)
 
 
 def identity(op: str, dtype: DType) -> Val:
-    """The value that a reduction does not notice."""
+    """Neutral element of a reduction."""
     if dtype == "bool":
         return TRUE if op in ("and", "mul", "min") else FALSE
     if dtypes.is_float(dtype):
@@ -303,10 +307,10 @@ def identity(op: str, dtype: DType) -> Val:
 
 
 def reduce_lanes(e: Emitter, op: str, dtype: DType, x: Val) -> Val:
-    """All lanes of a vector combined into a scalar; floats in any order."""
+    """Horizontal reduction of a vector to a scalar; floats are reassociated."""
     suffix = mangle(x.elem, x.lanes)
     if op == "maxnum":
-        if dtypes.is_float(dtype):  # NaN only where an accumulator began as one
+        if dtypes.is_float(dtype):  # a lane is NaN only where its accumulator started as NaN
             x = e.select(e.fcmp("uno", x, x), identity(op, dtype), x)
         op = "max"
     if not dtypes.is_float(dtype):
@@ -321,6 +325,6 @@ def reduce_lanes(e: Emitter, op: str, dtype: DType, x: Val) -> Val:
     e.module.declare(name, x.elem, [x.ty])
     extreme = e.op(
         f"call nnan {x.elem} @{name}({x})", x.elem, 0, "extreme"
-    )  # poison when a lane is NaN: not chosen then
+    )  # poison where a lane is NaN, and not selected then
     is_nan = e.any_lane(e.fcmp("uno", x, x))
     return e.select(is_nan, e.number(float("nan"), x), extreme)

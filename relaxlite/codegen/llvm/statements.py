@@ -1,4 +1,4 @@
-"""Statements: loops, stores, conditions, scratch memory and checks."""
+"""Lower statements of tensor programs: loops, stores, conditions, workspaces and checks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, get_args
 
 from relaxlite import dtypes
 from relaxlite.codegen.llvm import memory, scalars
-from relaxlite.codegen.llvm.bfloats import is_rounded
-from relaxlite.codegen.llvm.checked import index
-from relaxlite.codegen.llvm.context import OUT_OF_MEMORY, Access, Kernel
-from relaxlite.codegen.llvm.dots import emit_dot_of_pairs
+from relaxlite.codegen.llvm.bfloat16 import is_rounded
+from relaxlite.codegen.llvm.checked import emit_index
+from relaxlite.codegen.llvm.context import OUT_OF_MEMORY, Access, KernelContext
+from relaxlite.codegen.llvm.dots import emit_dot2_bf16
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val, int_const, lane_numbers, mangle
 from relaxlite.codegen.llvm.extern_call import emit_library_call
-from relaxlite.codegen.llvm.indices import Base
+from relaxlite.codegen.llvm.indices import BufferBase
 from relaxlite.codegen.llvm.loops import branch, count_loop
 from relaxlite.codegen.llvm.parallel import emit_parallel
 from relaxlite.codegen.llvm.types import convert, memory_elem
-from relaxlite.codegen.llvm.values import emit_value, guard
+from relaxlite.codegen.llvm.values import emit_bounds_check, emit_value
 from relaxlite.errors import CodegenError
-from relaxlite.ir.intrinsics import PAIRS
+from relaxlite.ir.intrinsics import DOT2_PACKED_BF16
 from relaxlite.ir.program import (
     Allocate,
     Barrier,
@@ -46,29 +46,30 @@ from relaxlite.ir.program_visitor import loads, walk_values
 from relaxlite.ir.symbolic import SymExpr, as_int, product
 
 MAX_LANES = 256
-_MAX_STACK_BYTES = 64 * 1024  # of one local buffer; larger ones come from the heap
+_MAX_STACK_BYTES = 64 * 1024  # of one local buffer; larger ones are heap-allocated
 
 
-def emit_statement(k: Kernel, stmt: Stmt) -> None:
+def emit_statement(k: KernelContext, stmt: Stmt) -> None:
+    """Emit any statement. CodegenError for what CPU code cannot express."""
     _EMITTERS[type(stmt)](k, stmt)
 
 
-def _seq(k: Kernel, stmt: Seq) -> None:
-    todo = list(reversed(stmt.stmts))
-    while todo:
-        part = todo.pop()
-        if todo and isinstance(part, Store) and _shares_values(part, todo[-1]):
-            second = todo.pop()
+def _seq(k: KernelContext, stmt: Seq) -> None:
+    pending = list(reversed(stmt.stmts))
+    while pending:
+        first = pending.pop()
+        if pending and isinstance(first, Store) and _shares_values(first, pending[-1]):
+            second = pending.pop()
             assert isinstance(second, Store)
-            _stores(k, (part, second))
+            _stores(k, (first, second))
         else:
-            emit_statement(k, part)
+            emit_statement(k, first)
 
 
 # Loops
 
 
-def _for(k: Kernel, stmt: For) -> None:
+def _for(k: KernelContext, stmt: For) -> None:
     if stmt.kind in get_args(GpuAxis):
         raise CodegenError(
             f"loop {stmt.var} is bound to {stmt.kind}, an axis of a GPU, which a CPU does not have; parallelize it "
@@ -88,13 +89,13 @@ def _for(k: Kernel, stmt: For) -> None:
         _serial(k, stmt)
 
 
-def _unrolled(k: Kernel, stmt: For, count: int) -> None:
+def _unrolled(k: KernelContext, stmt: For, count: int) -> None:
     for value in range(count):
         with k.ix.fixed(stmt.var, value):
             emit_statement(k, stmt.body)
 
 
-def _vectorized(k: Kernel, stmt: For, count: int) -> None:
+def _vectorized(k: KernelContext, stmt: For, count: int) -> None:
     if k.lanes:
         _unrolled(k, stmt, count)
         return
@@ -106,15 +107,15 @@ def _vectorized(k: Kernel, stmt: For, count: int) -> None:
     k.values.clear()
 
 
-def _serial(k: Kernel, stmt: For) -> None:
+def _serial(k: KernelContext, stmt: For) -> None:
     k.e.comment(f"for {stmt.var} in range({stmt.extent})")
-    count_loop(k, stmt, int_const(0), index(k, stmt.extent), lambda: emit_statement(k, stmt.body))
+    count_loop(k, stmt, int_const(0), emit_index(k, stmt.extent), lambda: emit_statement(k, stmt.body))
 
 
-def _serial_per_lane(k: Kernel, stmt: For) -> None:
-    """Each lane has its own extent: run to the largest, with the lanes that are done switched off."""
+def _serial_per_lane(k: KernelContext, stmt: For) -> None:
+    """Loop whose extent varies over lanes: run to the largest extent, with finished lanes masked off."""
     e = k.e
-    extents = index(k, stmt.extent)
+    extents = emit_index(k, stmt.extent)
     if k.mask is not None:
         extents = e.select(k.mask, extents, int_const(0))
     largest = e.call(f"llvm.vector.reduce.smax.{mangle('i64', extents.lanes)}", [extents], "i64", 0, "largest")
@@ -129,60 +130,66 @@ def _serial_per_lane(k: Kernel, stmt: For) -> None:
 # Stores
 
 
-def _stores(k: Kernel, stmts: Sequence[Store]) -> None:
-    """Stores of which none reads what another one writes: values first, so that they are computed once, and nothing is
-    loaded again because it might have been written meanwhile."""
+def _stores(k: KernelContext, stmts: Sequence[Store]) -> None:
+    """Emit independent stores: all values first, so that common subexpressions and loads are shared."""
     k.values.clear()
     for stmt in stmts:
-        guard(k, stmt.buffer, stmt.indices)
-    places = [memory.classify(k, stmt.buffer, stmt.indices) for stmt in stmts]
+        emit_bounds_check(k, stmt.buffer, stmt.indices)
+    accesses = [memory.classify_access(k, stmt.buffer, stmt.indices) for stmt in stmts]
     values = [emit_value(k, stmt.value) for stmt in stmts]
-    for stmt, access, value in zip(stmts, places, values, strict=True):
+    for stmt, access, value in zip(stmts, accesses, values, strict=True):
         memory.store(k, access, value, nontemporal=stmt.nontemporal, is_rounded=is_rounded(stmt.value))
 
 
 def _shares_values(first: Store, second: Stmt) -> bool:
-    """Whether two stores compute something in common, and neither touches what the other one writes."""
+    """Whether two stores have a common subexpression, and neither accesses the buffer that the other writes."""
     if not isinstance(second, Store) or first.combine is not None or second.combine is not None:
         return False
     if first.buffer is second.buffer or "local" in (first.buffer.scope, second.buffer.scope):
         return False
     if any(load.buffer in (first.buffer, second.buffer) for load in (*loads(first), *loads(second))):
         return False
-    known = set(map(id, walk_values(first.value)))
-    return any(id(part) in known for part in walk_values(second.value) if not isinstance(part, Literal | Load))
+    first_values = set(map(id, walk_values(first.value)))
+    return any(
+        id(value) in first_values for value in walk_values(second.value) if not isinstance(value, Literal | Load)
+    )
 
 
-def _store(k: Kernel, stmt: Store) -> None:
+def _store(k: KernelContext, stmt: Store) -> None:
     if stmt.combine is None:
         _stores(k, (stmt,))
         return
     k.values.clear()
-    guard(k, stmt.buffer, stmt.indices)
-    access = memory.classify(k, stmt.buffer, stmt.indices)
+    emit_bounds_check(k, stmt.buffer, stmt.indices)
+    access = memory.classify_access(k, stmt.buffer, stmt.indices)
     if not k.lanes:
-        _combine(k, stmt, access)
+        _combine_per_lane(k, stmt, access)
     elif access.kind == "uniform":
-        _combine_across(k, stmt, access)
+        _combine_horizontally(k, stmt, access)
     elif access.stride is not None and as_int(access.stride):
-        _combine(k, stmt, access)
+        _combine_per_lane(k, stmt, access)
     else:
-        _combine_one_by_one(k, stmt, access)
+        _combine_lane_by_lane(k, stmt, access)
 
 
-def _combine(k: Kernel, stmt: Store, access: Access) -> None:
-    """Every lane its own element."""
+def _combine_per_lane(k: KernelContext, stmt: Store, access: Access) -> None:
+    """Combine each lane into its own element."""
     old = memory.load(k, access)
-    memory.store(k, access, _combined(k, stmt, old))
+    memory.store(k, access, _updated_element(k, stmt, old))
 
 
-def _combined(k: Kernel, stmt: Store, old: Val) -> Val:
+def _updated_element(k: KernelContext, stmt: Store, old: Val) -> Val:
     value, dtype = stmt.value, stmt.buffer.dtype
     assert stmt.combine is not None
     if stmt.combine == "add" and isinstance(value, Binary) and value.op == "mul" and dtypes.is_float(dtype):
         return k.e.fma(emit_value(k, value.a), emit_value(k, value.b), old)
-    if stmt.combine == "add" and isinstance(value, Intrinsic) and value.name == PAIRS and _is_zero(value.args[0]):
-        return emit_dot_of_pairs(k, value, emit_value, old)
+    if (
+        stmt.combine == "add"
+        and isinstance(value, Intrinsic)
+        and value.name == DOT2_PACKED_BF16
+        and _is_zero(value.args[0])
+    ):
+        return emit_dot2_bf16(k, value, emit_value, old)
     return scalars.combine(k.e, stmt.combine, dtype, old, emit_value(k, value))
 
 
@@ -190,8 +197,8 @@ def _is_zero(value: Value) -> bool:
     return isinstance(value, Literal) and value.value == 0
 
 
-def _combine_across(k: Kernel, stmt: Store, access: Access) -> None:
-    """All lanes into one element."""
+def _combine_horizontally(k: KernelContext, stmt: Store, access: Access) -> None:
+    """Combine all lanes into one element, by a horizontal reduction."""
     assert stmt.combine is not None
     dtype = stmt.buffer.dtype
     value = k.e.splat(emit_value(k, stmt.value), k.lanes)
@@ -202,8 +209,8 @@ def _combine_across(k: Kernel, stmt: Store, access: Access) -> None:
     memory.store(k, access, scalars.combine(k.e, stmt.combine, dtype, old, total))
 
 
-def _combine_one_by_one(k: Kernel, stmt: Store, access: Access) -> None:
-    """Lanes may meet in one element, so they take turns."""
+def _combine_lane_by_lane(k: KernelContext, stmt: Store, access: Access) -> None:
+    """Combine lanes one after the other, as several lanes may update one element."""
     assert stmt.combine is not None
     e = k.e
     values = e.splat(emit_value(k, stmt.value), k.lanes)
@@ -211,23 +218,23 @@ def _combine_one_by_one(k: Kernel, stmt: Store, access: Access) -> None:
     base, elem = k.ix.bases[stmt.buffer].pointer, access.elem
     for lane in range(k.lanes):
         active = memory.lane_is_active(k, lane)
-        done = e.fresh("lane_done")
+        lane_done = e.fresh("lane_done")
         if active is not TRUE:
-            taken = e.fresh("lane")
-            e.branch_if(active, taken, done)
-            e.start(taken)
+            lane_active = e.fresh("lane")
+            e.branch_if(active, lane_active, lane_done)
+            e.start(lane_active)
         pointer = e.op(f"getelementptr {elem}, {base}, {e.extract(offsets, lane)}", "ptr", 0, "lane_at")
         memory.combine_at(k, pointer, access, stmt.combine, e.extract(values, lane))
         if active is not TRUE:
-            e.branch(done)
-            e.start(done)
+            e.branch(lane_done)
+            e.start(lane_done)
     memory.forget_overlapping(k, stmt.buffer)
 
 
 # Conditions, symbols, checks
 
 
-def _if(k: Kernel, stmt: IfThenElse) -> None:
+def _if(k: KernelContext, stmt: IfThenElse) -> None:
     k.values.clear()
     cond = emit_value(k, stmt.cond)
     if cond.text in ("true", "false"):
@@ -240,13 +247,13 @@ def _if(k: Kernel, stmt: IfThenElse) -> None:
         branch(k, cond, lambda: emit_statement(k, stmt.then), _optional(k, stmt.other))
 
 
-def _optional(k: Kernel, stmt: Stmt | None) -> Callable[[], None] | None:
+def _optional(k: KernelContext, stmt: Stmt | None) -> Callable[[], None] | None:
     return None if stmt is None else lambda: emit_statement(k, stmt)
 
 
-def _if_lanes(k: Kernel, cond: Val, stmt: IfThenElse) -> None:
-    """Each side under its mask. Without a branch where that is harmless when no lane takes it, else not at all then."""
-    if stmt.other is None and _only_touches_lanes(k, stmt.then):
+def _if_lanes(k: KernelContext, cond: Val, stmt: IfThenElse) -> None:
+    """Emit both sides under masks: without a branch where running a side with all lanes inactive is harmless."""
+    if stmt.other is None and _is_safe_when_inactive(k, stmt.then):
         with k.active(cond):
             emit_statement(k, stmt.then)
         return
@@ -256,29 +263,30 @@ def _if_lanes(k: Kernel, cond: Val, stmt: IfThenElse) -> None:
             branch(k, k.e.any_lane(k.when_active(side)), partial(_masked, k, side, body))
 
 
-def _only_touches_lanes(k: Kernel, stmt: Stmt) -> bool:
-    """Whether with all lanes off nothing is read that may not be there and nothing changes: all accesses are masked
-    vectors, or elements of local buffers, which are always there and only combined into."""
+def _is_safe_when_inactive(k: KernelContext, stmt: Stmt) -> bool:
+    """Whether a statement has no effect and no invalid load with all lanes inactive: all accesses are masked vectors,
+    or elements of local buffers that are only combined into."""
     if isinstance(stmt, Seq):
-        return all(_only_touches_lanes(k, s) for s in stmt.stmts)
+        return all(_is_safe_when_inactive(k, s) for s in stmt.stmts)
     if not isinstance(stmt, Store):
         return False
-    written = memory.classify(k, stmt.buffer, stmt.indices).kind
-    if written != "contiguous" and not (written == "uniform" and stmt.combine and stmt.buffer.scope == "local"):
+    store_kind = memory.classify_access(k, stmt.buffer, stmt.indices).kind
+    if store_kind != "contiguous" and not (store_kind == "uniform" and stmt.combine and stmt.buffer.scope == "local"):
         return False
     return all(
-        load.buffer.scope == "local" or memory.classify(k, load.buffer, load.indices).kind == "contiguous"
+        load.buffer.scope == "local" or memory.classify_access(k, load.buffer, load.indices).kind == "contiguous"
         for load in loads(stmt)
     )
 
 
-def _masked(k: Kernel, cond: Val, body: Stmt) -> None:
+def _masked(k: KernelContext, cond: Val, body: Stmt) -> None:
     with k.masked(cond, some_active=True):
         emit_statement(k, body)
 
 
-def _let_index(k: Kernel, stmt: LetIndex) -> None:
-    """The variable's own bounds are not believed: a check of the data must not be optimized away by them."""
+def _let_index(k: KernelContext, stmt: LetIndex) -> None:
+    """Bind a variable to loaded data. Its declared bounds are ignored, so that checks of the data are not folded
+    away."""
     k.values.clear()
     if isinstance(stmt.value, IndexValue) and not k.is_checked:
         _let_expression(k, stmt, k.ix.resolve(stmt.value.index))
@@ -289,36 +297,36 @@ def _let_index(k: Kernel, stmt: LetIndex) -> None:
     k.loads = {key: loaded for key, loaded in k.loads.items() if stmt.var not in key[1].free_vars()}
 
 
-def _let_expression(k: Kernel, stmt: LetIndex, expr: SymExpr) -> None:
-    """A name for an expression, which is as good an index as those that it is made of."""
+def _let_expression(k: KernelContext, stmt: LetIndex, expr: SymExpr) -> None:
+    """Bind a variable to an index expression, with the interval of the expression."""
     is_data = any(k.ix.variables[v].is_data for v in expr.free_vars())
     with k.ix.scope(), k.ix.bound(stmt.var, k.ix.value(expr), k.ix.bounds(expr), is_data=is_data):
         emit_statement(k, stmt.body)
     k.loads = {key: loaded for key, loaded in k.loads.items() if stmt.var not in key[1].free_vars()}
 
 
-def _check(k: Kernel, stmt: Check) -> None:
+def _check(k: KernelContext, stmt: Check) -> None:
     k.values.clear()
     status = k.checks.setdefault(stmt.message, len(k.checks)) + 1
     failed = k.e.binary("xor", emit_value(k, stmt.cond), TRUE, "failed")
     k.fail_if(k.e.any_lane(k.when_active(failed)), status)
 
 
-def _prefetch(k: Kernel, stmt: Prefetch) -> None:
+def _prefetch(k: KernelContext, stmt: Prefetch) -> None:
     if k.lanes:
         raise CodegenError(f"a prefetch of {stmt.buffer.name} inside of a vectorized loop; move it out of the loop")
-    place = k.ix.pointer(stmt.buffer, memory.classify(k, stmt.buffer, stmt.indices).base)
-    memory.prefetch(k, place, stmt.cache)
+    address = k.ix.pointer(stmt.buffer, memory.classify_access(k, stmt.buffer, stmt.indices).base)
+    memory.prefetch(k, address, stmt.cache)
 
 
-def _barrier(k: Kernel, stmt: Barrier) -> None:
-    """One thread runs the statements around it: there is nobody to wait for."""
+def _barrier(k: KernelContext, stmt: Barrier) -> None:
+    """Emit nothing: on a CPU one thread runs the statements around a barrier."""
 
 
-# Scratch memory
+# Workspaces
 
 
-def _allocate(k: Kernel, stmt: Allocate) -> None:
+def _allocate(k: KernelContext, stmt: Allocate) -> None:
     buffer = stmt.buffer
     itemsize = dtypes.itemsize(buffer.dtype)
     if k.lanes:
@@ -331,7 +339,7 @@ def _allocate(k: Kernel, stmt: Allocate) -> None:
             _poison(k, pointer, int_const(count * itemsize))
         _with_base(k, buffer, pointer, stmt.body)
         return
-    num_bytes = index(k, elements * itemsize)
+    num_bytes = emit_index(k, elements * itemsize)
     pointer = k.e.call("relaxlite_scratch_alloc", [num_bytes], "ptr", 0, buffer.name)
     k.fail_if(k.e.icmp("eq", pointer, Val("null", "ptr")), OUT_OF_MEMORY)
     if k.is_guarded:
@@ -342,21 +350,21 @@ def _allocate(k: Kernel, stmt: Allocate) -> None:
     k.e.call_void("relaxlite_scratch_free", [pointer])
 
 
-def _poison(k: Kernel, pointer: Val, num_bytes: Val) -> None:
-    """NaN in every float dtype, for whoever reads what nobody wrote."""
+def _poison(k: KernelContext, pointer: Val, num_bytes: Val) -> None:
+    """Fill memory with 0xFF bytes, NaN in every float dtype, so that uninitialized reads show."""
     k.e.call_void("llvm.memset.p0.i64", [pointer, int_const(0xFF, "i8"), num_bytes, FALSE])
 
 
-def _with_base(k: Kernel, buffer: Buffer, pointer: Val, body: Stmt) -> None:
+def _with_base(k: KernelContext, buffer: Buffer, pointer: Val, body: Stmt) -> None:
     with k.ix.scope() as depth:
-        k.ix.bases[buffer] = Base(pointer, depth, memory_elem(buffer.dtype))
+        k.ix.bases[buffer] = BufferBase(pointer, depth, memory_elem(buffer.dtype))
         emit_statement(k, body)
         del k.ix.bases[buffer]
     k.per_lane.discard(buffer)
     k.loads = {key: value for key, value in k.loads.items() if key[0] is not buffer}
 
 
-_EMITTERS: Mapping[type, Callable[[Kernel, Any], None]] = {
+_EMITTERS: Mapping[type, Callable[[KernelContext, Any], None]] = {
     Seq: _seq,
     For: _for,
     Store: _store,

@@ -1,4 +1,4 @@
-"""The runtime's own machine code for a target: what an executable brings so that running it needs no LLVM."""
+"""Compile the runtime's own functions for a target; executables contain the code, so that running needs no LLVM."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from relaxlite.runtime import array_reader, jit, scratch, threadpool
 from relaxlite.runtime.support import SupportCode
 from relaxlite.target import Target
 
-_TRIPLE, _CPU = "x86_64-unknown-linux-gnu", "x86-64"  # any processor of the family: nothing in it would be faster
+_TRIPLE, _CPU = "x86_64-unknown-linux-gnu", "x86-64"  # generic x86-64, as no extension makes this code faster
 
 
 def compile_support(target: Target) -> dict[str, bytes]:
-    """Object code by key (runtime/support.py); nothing for targets whose objects LLVM has to link anyway."""
+    """Object code by key (runtime/support.py); empty for targets where loading needs LLVM anyway."""
     is_linked = target.architecture == "x86_64" and "linux" in target.triple
     return dict(_compiled()) if is_linked else {}
 
@@ -31,12 +31,12 @@ def _compiled() -> dict[str, bytes]:
 
 
 def _object_of(code: SupportCode) -> bytes:
-    """From the cache of kernels where it is there."""
+    """Object code of one part, by the kernel cache."""
     key = hashlib.sha256(f"support {llvm_version()} {_TRIPLE} {_CPU} {code.key}".encode()).hexdigest()
     store = open_cache()
-    result = store.get(key) if store else None
-    if result is None:
-        result = jit.compile_text(code.ir, _TRIPLE, _CPU)
+    compiled = store.get(key) if store else None
+    if compiled is None:
+        compiled = jit.compile_text(code.ir, _TRIPLE, _CPU)
         if store:
-            store.put({key: result})
-    return result
+            store.put({key: compiled})
+    return compiled

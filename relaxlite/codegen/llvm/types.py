@@ -1,7 +1,6 @@
-"""How each element type looks in memory and in a register, and the conversions between all of them.
+"""LLVM types of dtypes in memory and in registers, and conversions between all of them.
 
-In registers a bool is an i1, and float16 and bfloat16 are float32: they are rounded (to nearest, ties to even) where
-they are stored or cast, never in between.
+In registers, bool is i1, and float16 and bfloat16 are float32, rounded to nearest even only by stores and casts.
 """
 
 from __future__ import annotations
@@ -19,15 +18,17 @@ _INT_LIMITS |= {f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)}
 
 
 def register_elem(dtype: DType) -> str:
+    """LLVM type of a dtype in registers."""
     return _REGISTER.get(dtype) or f"i{8 * dtypes.itemsize(dtype)}"
 
 
 def memory_elem(dtype: DType) -> str:
+    """LLVM type of a dtype in memory."""
     return _MEMORY.get(dtype) or f"i{8 * dtypes.itemsize(dtype)}"
 
 
 def literal(value: float, dtype: DType) -> Val:
-    """A constant in register form."""
+    """Constant in register form."""
     if dtype in ("float16", "bfloat16"):
         return float_const(float(dtypes.to_numpy(dtype).type(value)))
     if dtypes.is_float(dtype):
@@ -36,28 +37,29 @@ def literal(value: float, dtype: DType) -> Val:
 
 
 def from_memory(e: Emitter, raw: Val, dtype: DType) -> Val:
+    """Convert a loaded value from memory form to register form."""
     if dtype == "bool":
         return e.icmp("ne", raw, int_const(0, "i8"))
     if dtype == "float16":
-        return half_to_float(e, raw)
+        return float16_to_float(e, raw)
     if dtype == "bfloat16":
         return e.cast("bitcast", e.binary("shl", e.cast("zext", raw, "i32"), int_const(16, "i32")), "float")
     return raw
 
 
 def to_memory(e: Emitter, value: Val, dtype: DType, *, is_rounded: bool = False) -> Val:
-    """`is_rounded`: the value is known to be one of the dtype's."""
+    """Convert from register form to memory form. `is_rounded`: the value is known to be representable in the dtype."""
     if dtype == "bool":
         return e.cast("zext", value, "i8")
     if dtype == "float16":
-        return float_to_half(e, value)
+        return float_to_float16(e, value)
     if dtype == "bfloat16":
-        return _upper_half(e, e.cast("bitcast", value, "i32")) if is_rounded else float_to_bfloat(e, value)
+        return _upper_half(e, e.cast("bitcast", value, "i32")) if is_rounded else float_to_bfloat16(e, value)
     return value
 
 
 def convert(e: Emitter, x: Val, source: DType, dtype: DType) -> Val:
-    """Cast: float to integer truncates and saturates (NaN becomes 0), to bool tests != 0, integers wrap."""
+    """Cast in register form: float to integer truncates and saturates (NaN: 0), to bool tests != 0, integers wrap."""
     if source == dtype:
         return x
     if dtype == "bool":
@@ -86,7 +88,7 @@ def _to_float(e: Emitter, x: Val, source: DType, dtype: DType) -> Val:
 
 
 def _round_to_odd(e: Emitter, x: Val) -> Val:
-    """float64 to float32 so that rounding once more, to 16 bits, gives what rounding the float64 once would."""
+    """Round float64 to float32 to odd, so that rounding again to 16 bits equals rounding once."""
     near = e.cast("fptrunc", x, "float")
     back = e.cast("fpext", near, "double")
     bits = e.cast("bitcast", near, "i32")
@@ -97,14 +99,15 @@ def _round_to_odd(e: Emitter, x: Val) -> Val:
 
 
 def _float_to_int(e: Emitter, x: Val, dtype: DType) -> Val:
-    """LLVM's fptosi.sat takes vectors apart on x86, so: clamp to what converts exactly, then fix the upper end."""
+    """Saturating conversion: clamp to the convertible range, then select the maximum, as fptosi.sat scalarizes on
+    x86."""
     elem, (lower, upper) = register_elem(dtype), _INT_LIMITS[dtype]
     signed = dtypes.is_signed(dtype)
     wide = elem if bits_of(elem) >= 32 else "i32"
     x = e.select(e.fcmp("uno", x, x), e.number(0, x), x)
     low = e.number(lower, x)
     x = e.select(e.fcmp("olt", x, low), low, x)
-    limit = float(upper + 1)  # a power of two; the largest integer itself may have no float of its own
+    limit = float(upper + 1)  # a power of two, as the largest integer itself may not be representable
     is_over = e.fcmp("oge", x, e.number(limit, x))
     inside = e.select(is_over, e.number(0, x), x)
     opcode = "fptosi" if signed or bits_of(elem) < 32 else "fptoui"
@@ -112,8 +115,8 @@ def _float_to_int(e: Emitter, x: Val, dtype: DType) -> Val:
     return e.cast("trunc", result, elem)
 
 
-def float_to_bfloat(e: Emitter, x: Val) -> Val:
-    """float32 to the bits of a bfloat16; the hardware's conversion would flush denormals (bfloats.py)."""
+def float_to_bfloat16(e: Emitter, x: Val) -> Val:
+    """float32 to the bits of a bfloat16, keeping denormals, which the hardware instruction flushes (bfloat16.py)."""
     bits = e.cast("bitcast", x, "i32")
     odd = e.binary("and", e.binary("lshr", bits, int_const(16, "i32")), int_const(1, "i32"))
     rounded = e.binary("add", bits, e.binary("add", odd, int_const(0x7FFF, "i32")))
@@ -126,13 +129,13 @@ def _upper_half(e: Emitter, bits: Val) -> Val:
     return e.cast("trunc", e.binary("lshr", bits, int_const(16, "i32")), "i16")
 
 
-def half_to_float(e: Emitter, raw: Val) -> Val:
-    """The bits of a float16 to float32."""
+def float16_to_float(e: Emitter, raw: Val) -> Val:
+    """Bits of a float16 to float32, by F16C where the target has it."""
     if e.target.has_fp16_conversion:
         return e.cast("fpext", e.cast("bitcast", raw, "half"), "float")
     wide = e.cast("zext", raw, "i32")
     magnitude = e.binary("shl", e.binary("and", wide, int_const(0x7FFF, "i32")), int_const(13, "i32"))
-    scaled = e.fmul(e.cast("bitcast", magnitude, "float"), float_const(2.0**112))  # also makes denormals right
+    scaled = e.fmul(e.cast("bitcast", magnitude, "float"), float_const(2.0**112))  # also normalizes denormals
     is_special = e.icmp("uge", magnitude, int_const(0x0F800000, "i32"))
     special = e.binary("or", magnitude, int_const(0x7F800000, "i32"))
     bits = e.select(is_special, special, e.cast("bitcast", scaled, "i32"))
@@ -140,8 +143,8 @@ def half_to_float(e: Emitter, raw: Val) -> Val:
     return e.cast("bitcast", e.binary("or", bits, sign), "float")
 
 
-def float_to_half(e: Emitter, x: Val) -> Val:
-    """float32 to the bits of a float16, rounding to nearest even."""
+def float_to_float16(e: Emitter, x: Val) -> Val:
+    """float32 to the bits of a float16, rounded to nearest even, by F16C where the target has it."""
     if e.target.has_fp16_conversion:
         return e.cast("bitcast", e.cast("fptrunc", x, "half"), "i16")
     bits = e.cast("bitcast", x, "i32")
@@ -149,7 +152,7 @@ def float_to_half(e: Emitter, x: Val) -> Val:
     odd = e.binary("and", e.binary("lshr", magnitude, int_const(13, "i32")), int_const(1, "i32"))
     rounded = e.binary("add", magnitude, e.binary("add", odd, int_const(0xFFF, "i32")))
     normal = e.binary("lshr", e.binary("sub", rounded, int_const(112 << 23, "i32")), int_const(13, "i32"))
-    # A denormal's bits are those of its sum with 0.5: the addition rounds at the right place.
+    # Bits of a denormal result: adding 0.5 rounds at the right bit.
     lifted = e.fadd(e.cast("bitcast", magnitude, "float"), float_const(0.5))
     denormal = e.binary("sub", e.cast("bitcast", lifted, "i32"), int_const(126 << 23, "i32"))
     result = e.select(e.icmp("ult", magnitude, int_const(113 << 23, "i32")), denormal, normal)

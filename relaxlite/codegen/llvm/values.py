@@ -1,7 +1,7 @@
-"""Values: expressions over loaded data, as instructions.
+"""Lower value expressions of tensor programs.
 
-A value is a scalar until something in it varies over the lanes. `Select` is lazy: a condition that is the same in all
-lanes becomes a branch when a side loads something, one that varies becomes a mask for the loads of both sides.
+A value is emitted as a scalar unless it varies over lanes. `Select` is lazy: a uniform condition becomes a branch where
+a side contains a load, a varying one becomes a mask for the loads of both sides.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from relaxlite.codegen.llvm import memory, scalars
-from relaxlite.codegen.llvm.bfloats import emit_narrow, emit_pair
+from relaxlite.codegen.llvm.bfloat16 import emit_bf16_pair, emit_round_to_bf16
 from relaxlite.codegen.llvm.bit_fields import bit_field, field_to_float
-from relaxlite.codegen.llvm.checked import index
-from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, Kernel
-from relaxlite.codegen.llvm.dots import emit_dot, emit_dot_of_halves, emit_dot_of_pairs, emit_dot_of_words, emit_word
+from relaxlite.codegen.llvm.checked import emit_index
+from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, KernelContext
+from relaxlite.codegen.llvm.dots import emit_dot, emit_dot2_bf16, emit_dot2_i16, emit_dp4a, emit_packed_bytes
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val
-from relaxlite.codegen.llvm.extern_call import emit_found
+from relaxlite.codegen.llvm.extern_call import emit_library_present
 from relaxlite.codegen.llvm.indices import split_lane
 from relaxlite.codegen.llvm.lookup import emit_lookup
 from relaxlite.codegen.llvm.nearest import emit_nearest
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
 from relaxlite.ir.intrinsics import (
-    BITS,
-    DOT2_INT16,
-    DOT4_BYTES,
+    BITCAST_TO_FLOAT32,
+    DOT2_PACKED_BF16,
+    DOT2_PACKED_INT16,
+    DOT4_PACKED_U8S8,
     DOT_PRODUCTS,
     LOOKUP,
     NARROW,
-    NEAREST,
-    PACKED_BYTES,
-    PAIR,
-    PAIRS,
+    PACK_BF16,
+    PACK_BYTES,
+    ROUND_TO_INT32,
     type_error,
 )
 from relaxlite.ir.program import (
@@ -55,83 +55,84 @@ _MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "
 _SIGNED = {"eq": "eq", "ne": "ne", "lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge"}
 
 
-def emit_value(k: Kernel, value: Value) -> Val:
-    """The value in register form; one that is used twice in a statement is computed once."""
+def emit_value(k: KernelContext, value: Value) -> Val:
+    """Emit a value in register form; each distinct value of a statement is computed once."""
     known = k.values.get(value)
     if known is None:
         known = k.values[value] = _EMITTERS[type(value)](k, value)
     return known
 
 
-def _literal(k: Kernel, value: Literal) -> Val:
+def _literal(k: KernelContext, value: Literal) -> Val:
     return literal(value.value, value.dtype)
 
 
-def _load(k: Kernel, value: Load) -> Val:
-    guard(k, value.buffer, value.indices)
-    return memory.load(k, memory.classify(k, value.buffer, value.indices))
+def _load(k: KernelContext, value: Load) -> Val:
+    emit_bounds_check(k, value.buffer, value.indices)
+    return memory.load(k, memory.classify_access(k, value.buffer, value.indices))
 
 
-def _unary(k: Kernel, value: Unary) -> Val:
+def _unary(k: KernelContext, value: Unary) -> Val:
     return scalars.unary(k.e, value.op, value.x.dtype, emit_value(k, value.x))
 
 
-def _binary(k: Kernel, value: Binary) -> Val:
+def _binary(k: KernelContext, value: Binary) -> Val:
     a, b = emit_value(k, value.a), emit_value(k, value.b)
     return scalars.binary(k.e, value.op, value.dtype, a, b)
 
 
-def _cast(k: Kernel, value: Cast) -> Val:
+def _cast(k: KernelContext, value: Cast) -> Val:
     field = bit_field(k, value.x) if value.dtype == "float32" else None
     if field is not None:
-        return field_to_float(k.e, emit_value(k, field.word), field)
+        return field_to_float(k.e, emit_value(k, field.packed), field)
     return convert(k.e, emit_value(k, value.x), value.x.dtype, value.dtype)
 
 
-def _index(k: Kernel, value: IndexValue) -> Val:
-    return convert(k.e, index(k, value.index), "int64", value.dtype)
+def _index(k: KernelContext, value: IndexValue) -> Val:
+    return convert(k.e, emit_index(k, value.index), "int64", value.dtype)
 
 
-def _intrinsic(k: Kernel, value: Intrinsic) -> Val:
+def _intrinsic(k: KernelContext, value: Intrinsic) -> Val:
     problem = type_error(value.name, tuple(arg.dtype for arg in value.args), value.dtype)
     if problem is not None:
         raise CodegenError(problem)
     for arg in value.args if k.is_guarded else ():
-        if isinstance(arg, Load):  # several may become one access of memory
-            guard(k, arg.buffer, arg.indices)
+        if isinstance(arg, Load):  # several loads may be merged to one access, which is not guarded
+            emit_bounds_check(k, arg.buffer, arg.indices)
     if value.name in DOT_PRODUCTS:
         return emit_dot(k, value, emit_value)
-    if value.name == DOT4_BYTES:
-        return emit_dot_of_words(k, value, emit_value)
-    if value.name == PACKED_BYTES:
-        return emit_word(k, value, emit_value)
-    if value.name == PAIRS:
-        return emit_dot_of_pairs(k, value, emit_value)
-    if value.name == DOT2_INT16:
-        return emit_dot_of_halves(k, value, emit_value)
-    if value.name == PAIR:
-        return emit_pair(k, value, emit_value)
-    if value.name == NEAREST:
+    if value.name == DOT4_PACKED_U8S8:
+        return emit_dp4a(k, value, emit_value)
+    if value.name == PACK_BYTES:
+        return emit_packed_bytes(k, value, emit_value)
+    if value.name == DOT2_PACKED_BF16:
+        return emit_dot2_bf16(k, value, emit_value)
+    if value.name == DOT2_PACKED_INT16:
+        return emit_dot2_i16(k, value, emit_value)
+    if value.name == PACK_BF16:
+        return emit_bf16_pair(k, value, emit_value)
+    if value.name == ROUND_TO_INT32:
         return emit_nearest(k, value, emit_value)
     if value.name == NARROW:
-        return emit_narrow(k, value, emit_value)
+        return emit_round_to_bf16(k, value, emit_value)
     if value.name == LOOKUP:
         return emit_lookup(k, value, emit_value)
-    if value.name == BITS:
+    if value.name == BITCAST_TO_FLOAT32:
         return k.e.cast("bitcast", emit_value(k, value.args[0]), "float")
     a, b, c = (emit_value(k, arg) for arg in value.args)
     return k.e.fma(a, b, c)
 
 
-def _compare(k: Kernel, value: Compare) -> Val:
+def _compare(k: KernelContext, value: Compare) -> Val:
     if isinstance(value.a, IndexValue) and isinstance(value.b, IndexValue) and not k.is_checked:
         return _compare_indices(k, value.op, value.a.index, value.b.index)
     a, b = emit_value(k, value.a), emit_value(k, value.b)
     return scalars.compare(k.e, value.op, value.a.dtype, a, b)
 
 
-def _compare_indices(k: Kernel, op: str, a: SymExpr, b: SymExpr) -> Val:
-    """a < b of symbolic integers: decided now if bounds suffice, a compare of lane numbers if it depends on those."""
+def _compare_indices(k: KernelContext, op: str, a: SymExpr, b: SymExpr) -> Val:
+    """Compare symbolic integers: folded by intervals, or by a hoisted lane mask where the difference is +-lane +
+    base."""
     difference = k.ix.resolve(b - a)
     decided = _decide(op, *k.ix.bounds(difference))
     if decided is not None:
@@ -147,18 +148,18 @@ def _compare_indices(k: Kernel, op: str, a: SymExpr, b: SymExpr) -> Val:
     return k.e.icmp(_SIGNED[op], k.ix.value(a), k.ix.value(b))
 
 
-def guard(k: Kernel, buffer: Buffer, indices: tuple[SymExpr, ...]) -> None:
-    """In a guarded program, stop unless an element is there."""
+def emit_bounds_check(k: KernelContext, buffer: Buffer, indices: tuple[SymExpr, ...]) -> None:
+    """Emit bounds checks of an access in a guarded kernel."""
     if not k.is_guarded:
         return
-    for place, size in zip(indices, buffer.shape, strict=True):
-        for inside in (_compare_indices(k, "le", sym(0), place), _compare_indices(k, "lt", place, size)):
-            if inside is not TRUE:
-                k.fail_if(k.e.binary("xor", inside, TRUE, "outside"), OUT_OF_BOUNDS)
+    for index_expr, size in zip(indices, buffer.shape, strict=True):
+        for in_bounds in (_compare_indices(k, "le", sym(0), index_expr), _compare_indices(k, "lt", index_expr, size)):
+            if in_bounds is not TRUE:
+                k.fail_if(k.e.binary("xor", in_bounds, TRUE, "outside"), OUT_OF_BOUNDS)
 
 
 def _decide(op: str, lower: int | None, upper: int | None) -> bool | None:
-    """What b - a within [lower, upper] says about `a op b`."""
+    """Truth of `a op b` for b - a in [lower, upper]; None where that is undecided."""
     if lower is not None and (lower > 0 or (lower == 0 and op in ("le", "gt"))):
         return op in ("lt", "le", "ne")
     if upper is not None and (upper < 0 or (upper == 0 and op in ("ge", "lt"))):
@@ -168,7 +169,7 @@ def _decide(op: str, lower: int | None, upper: int | None) -> bool | None:
     return None
 
 
-def _select(k: Kernel, value: Select) -> Val:
+def _select(k: KernelContext, value: Select) -> Val:
     cond = emit_value(k, value.cond)
     if cond.text in ("true", "false"):
         return emit_value(k, value.then if cond.text == "true" else value.other)
@@ -179,32 +180,33 @@ def _select(k: Kernel, value: Select) -> Val:
         other = _under(k, k.e.binary("xor", cond, TRUE, "not"), value.other)
         return k.e.select(cond, then, other)
 
-    def side(chosen: Value) -> Callable[[], Val]:
+    def side(arm: Value) -> Callable[[], Val]:
         def emit() -> Val:
             with k.branch():
-                return emit_value(k, chosen)
+                return emit_value(k, arm)
 
         return emit
 
     return k.e.if_value(cond, side(value.then), side(value.other), "chosen")
 
 
-def _under(k: Kernel, cond: Val, value: Value) -> Val:
-    """The value where only the lanes of `cond` may load."""
+def _under(k: KernelContext, cond: Val, value: Value) -> Val:
+    """Emit a value whose loads are masked by `cond`."""
     if not has_load(k, value):
         return emit_value(k, value)
     with k.masked(cond):
         return emit_value(k, value)
 
 
-def has_load(k: Kernel, value: Value) -> bool:
-    if value not in k.loading:
-        k.loading[value] = isinstance(value, Load) or any(has_load(k, operand) for operand in operands(value))
-    return k.loading[value]
+def has_load(k: KernelContext, value: Value) -> bool:
+    """Whether a value contains a load; memoized."""
+    if value not in k.contains_load:
+        k.contains_load[value] = isinstance(value, Load) or any(has_load(k, operand) for operand in operands(value))
+    return k.contains_load[value]
 
 
 def operands(value: Value) -> tuple[Value, ...]:
-    """The values that a value is made of."""
+    """Operands of a value."""
     if isinstance(value, Unary | Cast):
         return (value.x,)
     if isinstance(value, Binary | Compare):
@@ -214,7 +216,7 @@ def operands(value: Value) -> tuple[Value, ...]:
     return value.args if isinstance(value, Intrinsic) else ()
 
 
-_EMITTERS: Mapping[type, Callable[[Kernel, Any], Val]] = {
+_EMITTERS: Mapping[type, Callable[[KernelContext, Any], Val]] = {
     Literal: _literal,
     Load: _load,
     Unary: _unary,
@@ -224,5 +226,5 @@ _EMITTERS: Mapping[type, Callable[[Kernel, Any], Val]] = {
     Cast: _cast,
     IndexValue: _index,
     Intrinsic: _intrinsic,
-    LibraryFound: emit_found,
+    LibraryFound: emit_library_present,
 }

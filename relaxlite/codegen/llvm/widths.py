@@ -1,4 +1,4 @@
-"""Which of the widths that a vector instruction comes in a kernel takes."""
+"""Choice of the vector width of an x86 instruction."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ _WIDTHS = (512, 256, 128)  # bits, widest first
 
 
 def widest_lanes(target: Target, lanes: int, has: Callable[[int], bool]) -> int:
-    """How many 32-bit lanes an x86 instruction takes that the target `has` for vectors of some bits: the most that
-    divide `lanes`; 0: none."""
+    """Number of 32-bit lanes of the widest instruction that divides `lanes` and that the target has; 0: none.
+
+    `has(bits)`: whether the target has the instruction for vectors of that many bits.
+    """
     if not target.is_x86 or not lanes:
         return 0
     fits = (bits // 32 for bits in _WIDTHS if bits <= target.vector_bits and lanes % (bits // 32) == 0 and has(bits))

@@ -1,6 +1,6 @@
-"""About how much one run of a statement takes, to see whether threads are worth starting for it.
+"""Cost model of statements, which decides how many chunks a parallel loop has.
 
-The unit is a machine instruction on a scalar or a vector: half a nanosecond, within a factor of two or so either way.
+The unit is one machine instruction, scalar or vector: about half a nanosecond (docs/measurements/backend.md).
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from relaxlite.ir.program_visitor import bound_symbols, stmt_values, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 
 _ANALYZER = Analyzer()
-_UNKNOWN_EXTENT = 16  # iterations of a loop whose extent only the code around it knows
+_UNKNOWN_EXTENT = 16  # assumed for loops whose extent has no known bound
 
 
 def work_of(stmt: Stmt) -> SymExpr:
-    """Instructions of one run, in the symbols that the statement does not bind itself."""
-    return _work(stmt, bound_symbols(stmt))
+    """Estimated instructions of one execution, in symbols that are free in the statement."""
+    return _stmt_work(stmt, bound_symbols(stmt))
 
 
-def _work(stmt: Stmt, inner: set[SymVar]) -> SymExpr:
+def _stmt_work(stmt: Stmt, inner: set[SymVar]) -> SymExpr:
     own = sym(sum(_value_work(v) for v in stmt_values(stmt)))
     if isinstance(stmt, Seq):
-        return sum((_work(s, inner) for s in stmt.stmts), own)
+        return sum((_stmt_work(s, inner) for s in stmt.stmts), own)
     if isinstance(stmt, For):
-        times = sym(1) if stmt.kind == "vectorized" else _outer(stmt.extent, inner)
-        return times * _work(stmt.body, inner)
-    if isinstance(stmt, IfThenElse):  # the first of several ways is the cheapest (tiles of several heights)
-        return own + _work(stmt.then, inner)
+        trip_count = sym(1) if stmt.kind == "vectorized" else _free_extent(stmt.extent, inner)
+        return trip_count * _stmt_work(stmt.body, inner)
+    if isinstance(stmt, IfThenElse):  # the first alternative is the cheapest: tiles of several heights
+        return own + _stmt_work(stmt.then, inner)
     if isinstance(stmt, CallLibrary):
-        return own + _outer(stmt.work, inner)
+        return own + _free_extent(stmt.work, inner)
     if isinstance(stmt, LetIndex | Allocate):
-        return own + _work(stmt.body, inner)
+        return own + _stmt_work(stmt.body, inner)
     return own + (1 if isinstance(stmt, Store) else 0) + (1 if isinstance(stmt, Store) and stmt.combine else 0)
 
 
-def _outer(extent: SymExpr, inner: set[SymVar]) -> SymExpr:
-    """The extent, or its upper bound where variables that are bound inside occur in it."""
+def _free_extent(extent: SymExpr, inner: set[SymVar]) -> SymExpr:
+    """The extent, or an upper bound where it contains variables that the statement binds."""
     if inner.isdisjoint(extent.free_vars()):
         return extent
-    _, upper = _ANALYZER.interval(extent)  # quick: this is an estimate
+    _, upper = _ANALYZER.interval(extent)  # cheap, as an estimate suffices
     return sym(_UNKNOWN_EXTENT if upper is None else upper)
 
 

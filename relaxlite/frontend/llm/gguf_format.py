@@ -72,7 +72,7 @@ class _Reader:
     def string(self) -> str:
         size = self.take("Q")
         if size > len(self.data) - self.position:
-            raise ValueError(f"a text of {size} bytes at byte {self.at} goes beyond the end")
+            raise ValueError(f"a text of {size} bytes at byte {self.position} goes beyond the end")
         text = self.data[self.position : self.position + size]
         self.position += size
         return text.decode("utf-8", "replace")
@@ -85,7 +85,7 @@ class _Reader:
         inner, count = self.take("I"), self.take("Q")
         min_bytes = {_STRING: 8, _ARRAY: 12}.get(inner) or struct.calcsize("<" + _scalar(inner))  # bytes of each value
         if count * min_bytes > len(self.data) - self.position:
-            raise ValueError(f"a list of {count} values at byte {self.at} goes beyond the end")
+            raise ValueError(f"a list of {count} values at byte {self.position} goes beyond the end")
         if inner in (_STRING, _ARRAY):
             return [self.value(inner) for _ in range(count)]
         result = np.frombuffer(self.data, np.dtype("<" + _scalar(inner)), count, self.position)

@@ -103,7 +103,7 @@ class RatioReader:
             return None
         if x not in self._cache and len(self._cache) < _MAX_VISITED:
             self._cache[x] = None  # ends recursion
-            call = self._bb.definition(x)
+            call = self._bb.bound_value(x)
             self._cache[x] = self._evaluate(call) if isinstance(call, Call) and isinstance(call.callee, Op) else None
         return self._cache.get(x)
 

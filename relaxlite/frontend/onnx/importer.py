@@ -30,6 +30,7 @@ from relaxlite.frontend.onnx.validation import (
     topological_order,
 )
 from relaxlite.garbage import with_gc_disabled
+from relaxlite.ir.attributes import NARROW_TYPES
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
 from relaxlite.ir.module import IRModule
@@ -151,7 +152,7 @@ def _signature(
         "output_names": tuple(o.name for o in graph.output),
     }
     entries = tuple((name, ty.name) for name, ty in narrow_types.items() if ty is not None)
-    return Attrs(values | ({"narrow_types": entries} if entries else {}))
+    return Attrs(values | ({NARROW_TYPES: entries} if entries else {}))
 
 
 def _has_declared_ranks(module: IRModule, graph: onnx.GraphProto) -> bool:

@@ -22,7 +22,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Constant, Expr, Var
 from relaxlite.ir.op import Op
 from relaxlite.ir.ops.broadcast import unless_empty
-from relaxlite.ir.simplify import is_long
+from relaxlite.ir.simplify import has_many_atoms
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, sym
 from relaxlite.ir.types import TensorType
 
@@ -54,7 +54,7 @@ class ShapeResolver:
         yield
         self._names = names
         while len(self._learned) > count:
-            self._bb.learn(self._learned.pop(), None)
+            self._bb.set_known_value(self._learned.pop(), None)
 
     def with_named_sizes(self, x: Expr) -> Expr:
         """Return x with its long size expressions replaced by symbols.
@@ -63,18 +63,18 @@ class ShapeResolver:
         broadcasts would grow exponentially.
         """
         dims = (x.ty.shape or ()) if isinstance(x.ty, TensorType) else ()
-        if not any(map(is_long, dims)):
+        if not any(map(has_many_atoms, dims)):
             return x
         hint = x.name if isinstance(x, Var) else "dim"
         for k, d in enumerate(dims):
-            if is_long(d) and d not in self._names:
+            if has_many_atoms(d) and d not in self._names:
                 self._names[d] = self._symbols.fresh(f"{hint}_{k}")
         return self._bb.match_shape(x, tuple(self._names.get(d, d) for d in dims), hint)
 
     def _learn(self, x: Var, values: object, shape: tuple[int, ...]) -> None:
         array = np.empty(shape, dtype=object)
         array.reshape(-1)[:] = values
-        self._bb.learn(x, array)
+        self._bb.set_known_value(x, array)
         self._learned.append(x)
 
     def known(self, x: Expr) -> tuple[SymExpr, ...] | None:
@@ -139,7 +139,7 @@ class ShapeResolver:
         if not isinstance(x, Var) or self._bb.known_value(x) is not None or x in visited:
             return
         visited.add(x)
-        call, known = self._bb.definition(x), None
+        call, known = self._bb.bound_value(x), None
         if isinstance(call, Call) and isinstance(call.callee, Op) and len(visited) < _MAX_VISITED:
             values = self._from_floats(call)
             if values is None and call.callee.name in _SYMBOLIC_OPS and _is_integer(call):

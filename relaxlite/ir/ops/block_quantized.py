@@ -40,7 +40,7 @@ import numpy as np
 
 from relaxlite.dtypes import DType
 from relaxlite.ir.expr import Expr
-from relaxlite.ir.intrinsics import DOT4_BYTES, PACKED_BYTES
+from relaxlite.ir.intrinsics import DOT4_PACKED_U8S8, PACK_BYTES
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.block_codes import (
     BIT_PLANES,
@@ -339,7 +339,7 @@ class GatherBlocks(BlocksOp):
 
 def _dot(total: Value, a: Value, b: Value, greatest: int) -> Intrinsic:
     """total + a . b, the bytes of a being no greater than that."""
-    return Intrinsic(DOT4_BYTES, (total, a, b, literal(greatest, "int32"), literal(128, "int32")), "int32")
+    return Intrinsic(DOT4_PACKED_U8S8, (total, a, b, literal(greatest, "int32"), literal(128, "int32")), "int32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +504,7 @@ def _dots(start: Value, codes: Sequence[Value], numbers: Sequence[Value], greate
 
 def _word(x: Buffer, g: SymExpr, i: SymExpr, q: int) -> Value:
     """Four neighbours of a row's block."""
-    return Intrinsic(PACKED_BYTES, tuple(x[g, i, q * DP4A_BYTES + b] for b in range(DP4A_BYTES)), "int32")
+    return Intrinsic(PACK_BYTES, tuple(x[g, i, q * DP4A_BYTES + b] for b in range(DP4A_BYTES)), "int32")
 
 
 def _joined(parts: Iterable[tuple[Scalar, int]]) -> Scalar:

@@ -16,7 +16,7 @@ from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.ops.scalars import index
 from relaxlite.ir.program import Buffer, Check, Stmt, Value, compute, seq
 from relaxlite.ir.simplify import num_extrema
-from relaxlite.ir.symbolic import Pair, SymExpr, SymVar, as_int, smax, smin, substitute, sym
+from relaxlite.ir.symbolic import BinaryAtom, SymExpr, SymVar, as_int, smax, smin, substitute, sym
 
 Shape = tuple[SymExpr, ...]
 
@@ -91,7 +91,7 @@ def _positive(symbols: Iterable[SymVar]) -> dict[SymVar, SymVar]:
 def unless_empty(size: SymExpr) -> SymExpr:
     """What a size is while none of its symbols is 0, where that has fewer cases: max(1, n) is n then. An exporter's
     `1 + (n - 1) / 16`, rounded towards zero, becomes the convolution's (n + 15) // 16."""
-    if not any(isinstance(atom, Pair) for monomial, _ in size.terms for atom in monomial):
+    if not any(isinstance(atom, BinaryAtom) for monomial, _ in size.terms for atom in monomial):
         return size
     positive = _positive(v for v in size.free_vars() if v.lower == 0)
     found = PROVER.simplify(substitute(size, positive))

@@ -25,7 +25,7 @@ from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr
-from relaxlite.ir.intrinsics import NARROW, PAIR, PAIRS
+from relaxlite.ir.intrinsics import DOT2_PACKED_BF16, NARROW, PACK_BF16
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_shapes, format_shape
 from relaxlite.ir.ops.linalg import accumulator, emit_op, equality_checks, in_accumulator
@@ -510,11 +510,11 @@ class _Block:
 def _pair(first: Value, second: Value) -> Value:
     """Two numbers as bfloat16 in one word."""
     narrow = (x if x.dtype == "bfloat16" else Intrinsic(NARROW, (x,), "bfloat16") for x in (first, second))
-    return Intrinsic(PAIR, tuple(narrow), "int32")
+    return Intrinsic(PACK_BF16, tuple(narrow), "int32")
 
 
 def _dot(a: Value, b: Value) -> Scalar:
-    return Scalar(Intrinsic(PAIRS, (literal(0.0, "float32"), a, b), "float32"))
+    return Scalar(Intrinsic(DOT2_PACKED_BF16, (literal(0.0, "float32"), a, b), "float32"))
 
 
 def fold(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from relaxlite.ir.expr import Expr
-from relaxlite.ir.intrinsics import NEAREST
+from relaxlite.ir.intrinsics import ROUND_TO_INT32
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.block_codes import DP4A_BYTES, Array, rotated
 from relaxlite.ir.ops.elementwise import cast_array
@@ -77,7 +77,7 @@ class QuantizeBlocks(Op):
 
             def number(b: SymExpr) -> Stmt:
                 scaled = Scalar(given(b)) * Scalar(factor[()]) * float(unit)
-                nearest = Scalar(Intrinsic(NEAREST, (scaled.value,), "int32"))  # no number is near its limits
+                nearest = Scalar(Intrinsic(ROUND_TO_INT32, (scaled.value,), "int32"))  # no number is near its limits
                 return Store(numbers, (b,), select(scaled.compare("eq", scaled), nearest, 0).value)
 
             def high(b: SymExpr) -> Scalar:

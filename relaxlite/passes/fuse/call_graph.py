@@ -1,4 +1,4 @@
-"""The calls of a body as a graph for fusion: who reads whose result, where calls may stand, which ones are grouped."""
+"""Call graph of a function body for fusion: producers and consumers, legal positions of calls, and fusion groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _VARIABLES = Var | SymVar
 
 @dataclass(eq=False)
 class Node:
-    """A call of a program in a body; `is_view`: a reshape, which costs nothing on its own."""
+    """Call of a tensor program in a body. `is_view` marks a reshape, which costs nothing on its own."""
 
     position: int
     var: Var
@@ -43,10 +43,10 @@ class Node:
     program: TensorProgram
     pattern: LoopPattern
     is_view: bool = False
-    earliest: float = -1  # what it needs beside the results of nodes is there after this position
+    earliest: float = -1  # operands and symbols that no node computes are defined after this position
     producers: list[Node] = field(default_factory=list)
     consumers: list[Node] = field(default_factory=list)
-    outside: list[float] = field(default_factory=list)  # positions of other uses; the end of the body is at infinity
+    outside: list[float] = field(default_factory=list)  # positions of other uses; infinity: the result of the body
     parent: Node | None = None  # immediate post-dominator; None: the end of the body
     depth: int = 1
     group: Group = field(init=False)
@@ -56,71 +56,84 @@ class Node:
 
     @property
     def shape(self) -> tuple[SymExpr, ...]:
+        """Shape of the result; () for a result of unknown shape."""
         return self.call.ty.shape or () if isinstance(self.call.ty, TensorType) else ()
 
 
 @dataclass(eq=False)
 class Group:
-    """Nodes that become one kernel, in order; `place`: where in the body it stands, among the positions of others."""
+    """Nodes that become one kernel, in order.
+
+    `place` is the position of the kernel in the body, comparable to positions of nodes.
+    """
 
     nodes: list[Node]
     place: float
 
     @property
     def has_anchor(self) -> bool:
+        """Whether the group contains a reduction or a ROW, OUT_FUSIBLE or OPAQUE program."""
         return any(n.pattern >= LoopPattern.REDUCTION for n in self.nodes)
 
     @property
     def outs(self) -> list[Node]:
-        """The nodes whose results are used outside, or nowhere."""
+        """Nodes whose results are used outside of the group, or unused."""
         inside = set(self.nodes)
         return [n for n in self.nodes if n.outside or not n.consumers or not inside.issuperset(n.consumers)]
 
     @property
     def inputs(self) -> tuple[Expr, ...]:
+        """Operands that no node of the group computes, without duplicates."""
         inside = {n.var for n in self.nodes}
         return tuple(dict.fromkeys(a for n in self.nodes for a in n.call.args if a not in inside))
 
     @property
     def likeness(self) -> object:
-        """What groups that merge alike have in common: programs, symbols, types, and who reads whose result."""
-        known: dict[Expr, int] = {x: k for k, x in enumerate((*self.inputs, *(n.var for n in self.nodes)))}
+        """Structural key of the group: programs, symbols, types and data flow."""
+        numbers: dict[Expr, int] = {x: k for k, x in enumerate((*self.inputs, *(n.var for n in self.nodes)))}
         calls = tuple(
-            (n.call.callee, n.is_view, tuple(known[a] for a in n.call.args), n.call.sym_args) for n in self.nodes
+            (n.call.callee, n.is_view, tuple(numbers[a] for a in n.call.args), n.call.sym_args) for n in self.nodes
         )
-        types = tuple((ty.shape, ty.dtype) for x in known if isinstance(ty := x.ty, TensorType))
-        return calls, types, tuple(known[n.var] for n in self.outs)
+        types = tuple((ty.shape, ty.dtype) for x in numbers if isinstance(ty := x.ty, TensorType))
+        return calls, types, tuple(numbers[n.var] for n in self.outs)
 
     @property
     def names(self) -> list[str]:
-        """What its program calls its tensors."""
+        """Names of the tensors of the group's program: inputs, then results of nodes."""
         inputs = [expr.name if isinstance(expr, Var) else f"c{k}" for k, expr in enumerate(self.inputs)]
         return inputs + [n.var.name for n in self.nodes]
 
     @property
     def symbols(self) -> tuple[SymVar, ...]:
+        """Symbols that the calls and the types of their results use."""
         return tuple(dict.fromkeys(s for n in self.nodes for s in (*expr_symbols(n.call), *type_symbols(n.var.ty))))
 
 
 def joined(groups: Iterable[Group]) -> Group | str:
-    """One group of all nodes, at a place where everything that they need is there and nothing needs them yet; where
-    there is no such place, the reason."""
+    """Join groups into one group.
+
+    Its position is after the definition of all operands and before the first use of a result; the reason as text if
+    there is no such position.
+    """
     nodes = sorted((n for g in groups for n in g.nodes), key=lambda n: n.position)
-    inside, result = set(nodes), Group(nodes, nodes[-1].position)
-    needed = [p.group.place for n in nodes for p in n.producers if p not in inside]
-    before = max((*needed, *(n.earliest for n in nodes)))
-    users = [(c.group.place, c.var.name) for n in nodes for c in n.consumers if c not in inside]
-    users += [(p, "what follows") for n in nodes for p in n.outside]
-    after, name = min(users, default=(inf, ""), key=lambda user: user[0])
-    if before >= after:
+    inside, group = set(nodes), Group(nodes, nodes[-1].position)
+    operand_positions = [p.group.place for n in nodes for p in n.producers if p not in inside]
+    earliest = max((*operand_positions, *(n.earliest for n in nodes)))
+    uses = [(c.group.place, c.var.name) for n in nodes for c in n.consumers if c not in inside]
+    uses += [(p, "what follows") for n in nodes for p in n.outside]
+    latest, name = min(uses, default=(inf, ""), key=lambda user: user[0])
+    if earliest >= latest:
         return f"{name} is needed in between"
-    if not before < result.place < after:
-        result.place = (before + after) / 2 if after < inf else before + 0.5
-    return result
+    if not earliest < group.place < latest:
+        group.place = (earliest + latest) / 2 if latest < inf else earliest + 0.5
+    return group
 
 
 def make_graph(body: Body, node_of: Callable[[int, Binding], Node | None]) -> list[Node]:
-    """The nodes of a body, in order."""
+    """Build the call graph of a body; returns its nodes in order of position.
+
+    `node_of` gives None for a binding that is no node.
+    """
     nodes: dict[Var, Node] = {}
     defined: dict[object, int] = {}  # variables and symbols -> position
     for position, binding in enumerate(body.bindings()):
@@ -130,36 +143,39 @@ def make_graph(body: Body, node_of: Callable[[int, Binding], Node | None]) -> li
         node = node_of(position, binding)
         if node is None:
             defined[binding.var] = position
-            _leave(binding.value if isinstance(binding, Let) else binding.source, nodes, position)
+            _add_outside_uses(binding.value if isinstance(binding, Let) else binding.source, nodes, position)
             continue
         nodes[node.var] = node
-        needed = [*node.call.args, *expr_symbols(node.call), *type_symbols(node.var.ty)]
-        node.earliest = max((defined.get(v, -1) for v in needed if isinstance(v, _VARIABLES)), default=-1)
+        operands = [*node.call.args, *expr_symbols(node.call), *type_symbols(node.var.ty)]
+        node.earliest = max((defined.get(v, -1) for v in operands if isinstance(v, _VARIABLES)), default=-1)
         for arg in dict.fromkeys(node.call.args):
             if isinstance(arg, Var) and arg in nodes:
                 nodes[arg].consumers.append(node)
                 node.producers.append(nodes[arg])
-    _leave(body.result, nodes, inf)
+    _add_outside_uses(body.result, nodes, inf)
     return list(nodes.values())
 
 
-def _leave(expr: Expr, nodes: dict[Var, Node], position: float) -> None:
+def _add_outside_uses(expr: Expr, nodes: dict[Var, Node], position: float) -> None:
     for var in used_vars(expr):
         if var in nodes:
             nodes[var].outside.append(position)
 
 
 def post_dominate(nodes: list[Node]) -> None:
-    """The immediate post-dominator of each call: the nearest common descendant of its consumers in their own tree."""
+    """Set the immediate post-dominator of each node.
+
+    It is the nearest common ancestor of all consumers in the post-dominator tree.
+    """
     for node in reversed(nodes):
         common: Node | None = None
         for k, consumer in enumerate(node.consumers):
-            common = consumer if k == 0 else _common(common, consumer)
+            common = consumer if k == 0 else _common_post_dominator(common, consumer)
         node.parent = None if node.outside else common
         node.depth = 1 if node.parent is None else node.parent.depth + 1
 
 
-def _common(a: Node | None, b: Node | None) -> Node | None:
+def _common_post_dominator(a: Node | None, b: Node | None) -> Node | None:
     while a is not b:
         if a is None or b is None:
             return None
@@ -171,24 +187,24 @@ def _common(a: Node | None, b: Node | None) -> Node | None:
 
 
 def between(node: Node, sink: Node) -> list[Node]:
-    """Every call on a path from node (excluded) to sink (included)."""
-    roots: dict[Node, None] = {}
+    """Every call on a path from `node` (excluded) to `sink` (included)."""
+    nodes: dict[Node, None] = {}
     stack = list(node.consumers)
     while stack:
         current = stack.pop()
-        if current in roots:
+        if current in nodes:
             continue
-        roots[current] = None
+        nodes[current] = None
         if current is not sink:
             stack.extend(current.consumers)
-    return list(roots)
+    return list(nodes)
 
 
 def composite(group: Group) -> Function:
-    """The group as a function of its inputs, and of a shape that carries its symbols."""
+    """The group as a composite function of its inputs and of a shape that carries its symbols."""
     params: list[Var] = []
     env: dict[Expr, Var] = {}
-    for name, expr in zip(group.names, group.inputs, strict=False):  # the names of its nodes follow
+    for name, expr in zip(group.names, group.inputs, strict=False):  # names of nodes follow the names of inputs
         param = Var(name, expr.ty)
         params.append(param)
         env[expr] = param
@@ -205,19 +221,19 @@ def composite(group: Group) -> Function:
     return Function(tuple(params), body, Attrs({COMPOSITE: True}))
 
 
-def _place(group: Group) -> str | None:
-    """Where the nodes come from: of several places the first and the last."""
-    places = [place for place in dict.fromkeys(n.call.loc for n in group.nodes) if place is not None]
-    return f"{places[0]}, fused up to {places[-1]}" if len(places) > 1 else next(iter(places), None)
+def _location(group: Group) -> str | None:
+    """Source location of a fused call: of several locations the first and the last."""
+    locations = [location for location in dict.fromkeys(n.call.loc for n in group.nodes) if location is not None]
+    return f"{locations[0]}, fused up to {locations[-1]}" if len(locations) > 1 else next(iter(locations), None)
 
 
 def call_bindings(group: Group, callee: GlobalVar) -> list[Binding]:
-    """The call of a group's kernel, binding the variables that others use."""
+    """Bind the results of a group that are used outside to the call of its kernel."""
     args, outs = (*group.inputs, ShapeValue(group.symbols)), [n.var for n in group.outs]
-    loc = _place(group)
+    loc = _location(group)
     if len(outs) == 1:
         return [Let(outs[0], Call(callee, args, ty=outs[0].ty, loc=loc))]
     ty = TupleType(tuple(v.ty for v in outs))
-    both = Var("_".join(v.name for v in outs), ty, loc)
-    fields = [Let(v, TupleGetItem(both, k)) for k, v in enumerate(outs)]
-    return [Let(both, Call(callee, args, ty=ty, loc=loc)), *fields]
+    results = Var("_".join(v.name for v in outs), ty, loc)
+    fields = [Let(v, TupleGetItem(results, k)) for k, v in enumerate(outs)]
+    return [Let(results, Call(callee, args, ty=ty, loc=loc)), *fields]

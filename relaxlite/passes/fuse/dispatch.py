@@ -1,12 +1,12 @@
-"""Library calls where they pay: what matches a rule becomes a program that calls the routine.
+"""Dispatch of ops to library routines: a subgraph that matches a rule becomes a program that calls the routine.
 
     y = matmul(a, b)    =>    y = call(P, a, b)   with   P:  if m <= 1 and library_found("openblas", "cblas_sgemv"):
                                                                  call_library("openblas", "cblas_sgemv", ...)
                                                              else: the loops of matmul
 
-The loops say what the routine computes. They are what runs outside of the range that the rule is for, and where the
-library is not there. Elementwise ops behind what was matched become part of the program: of the loops, fused as ever,
-and of a nest behind the call. The program is opaque to further fusion. `relaxlite.register_library` adds rules.
+The generated loops are the semantics of the routine, and the fallback outside of the rule's range of sizes and where
+the library is missing. Elementwise ops that follow the match become part of the program: fused into the loops, and as a
+loop nest after the library call. The program is opaque to further fusion. `relaxlite.register_library` adds rules.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from relaxlite.passes.loops.pattern import LoopPattern, analyze
 from relaxlite.records import dataclass
 
 _INT32_MAX = 2**31 - 1
-_MAX_EPILOGUE = 12  # ops in a kernel behind a call; they are there twice
+_MAX_EPILOGUE = 12  # ops after a library call; their loops are emitted twice
 
 
 def dispatch(module: IRModule, context: PassContext) -> IRModule:
-    """Chains of ops that a rule of `context.libraries` matches become programs that call the rule's routine."""
+    """Replace subgraphs that a rule of `context.libraries` matches by programs that call the rule's library routine."""
     if not context.libraries:
         return module
-    module = eliminate_dead(module)  # so that what nothing uses does not count as a use
+    module = eliminate_dead(module)  # unused bindings must not count as uses
     definitions: dict[str, Definition] = dict(module)
     table = ProgramTable(definitions)
     for name, function in module.functions().items():
@@ -65,18 +65,19 @@ def dispatch(module: IRModule, context: PassContext) -> IRModule:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A rule that fits a place of the graph."""
+    """Rule that matches at a position of the graph, with the dimensions of its operands."""
 
     rule: LibraryRule
-    found: Match
+    match: Match
     dims: Mapping[str, SymExpr]
 
     @property
     def operands(self) -> dict[str, Expr]:
-        return {name: self.found[name] for name in self.rule.operands if not name.startswith(OUT)}
+        """Matched operands by the names of the rule, without outputs."""
+        return {name: self.match[name] for name in self.rule.operands if not name.startswith(OUT)}
 
     def buffers(self, loops: Loops) -> dict[str, Buffer]:
-        """By the names of the rule."""
+        """Buffers of operands and outputs by the names of the rule."""
         names = [OUT] if len(loops.outputs) == 1 else [f"{OUT}{k}" for k in range(len(loops.outputs))]
         inputs = {name: loops.buffers[operand] for name, operand in self.operands.items()}
         return inputs | dict(zip(names, loops.outputs, strict=True))
@@ -84,9 +85,9 @@ class _Candidate:
 
 @dataclass(frozen=True, slots=True)
 class _Epilogue:
-    """Elementwise ops that follow, each the only one to use the one before: they stay in the kernel."""
+    """Chain of elementwise ops after a match, each the only use of the previous result; part of the kernel."""
 
-    root: Var  # what they follow
+    root: Var  # result of the match
     calls: tuple[tuple[Var, Call], ...] = ()
 
     @property
@@ -94,15 +95,18 @@ class _Epilogue:
         return tuple(var for var, _ in self.calls)
 
     def operands(self) -> dict[Expr, str]:
-        """What they read beside the root, with names."""
+        """Operands of the chain other than the root and its own results, with unique names."""
         own = {self.root, *self.variables}
-        result = dict.fromkeys(a for _, call in self.calls for a in call.args if isinstance(a, Var) and a not in own)
-        return {operand: f"{operand.name}_{k}" for k, operand in enumerate(result)}
+        extra = dict.fromkeys(a for _, call in self.calls for a in call.args if isinstance(a, Var) and a not in own)
+        return {operand: f"{operand.name}_{k}" for k, operand in enumerate(extra)}
 
 
 class _Dispatch(Rewriter):
-    """Chooses first, from the end of the function backwards, so that a pattern of several ops comes before one of a
-    part of them; then replaces."""
+    """Rewriter that first selects matches and then replaces them.
+
+    Selection goes from the end of a function to its beginning, so that a pattern of several ops wins over a pattern of
+    a part of these ops.
+    """
 
     def __init__(self, context: PassContext, table: ProgramTable) -> None:
         super().__init__()
@@ -111,8 +115,8 @@ class _Dispatch(Rewriter):
         self._analyzer = Analyzer()
         self._users: dict[Var, list[Var]] = {}
         self._body_of: dict[Var, int] = {}
-        self._taken: set[Var] = set()  # which no longer have a binding
-        self._chosen: dict[Var, tuple[TensorProgram, str, tuple[Expr, ...]]] = {}
+        self._removed: set[Var] = set()  # variables without a binding after the rewrite
+        self._selected: dict[Var, tuple[TensorProgram, str, tuple[Expr, ...]]] = {}
 
     def function(self, function: Function) -> Function:
         self._matcher = Matcher.of_body(function.body)
@@ -123,28 +127,28 @@ class _Dispatch(Rewriter):
             for used in dict.fromkeys(used_vars(value)):
                 self._users.setdefault(used, []).append(var)
         for var, value in reversed(list(self._matcher.bindings.items())):
-            if var not in self._taken and isinstance(value, Call) and isinstance(value.callee, Op):
-                self._choose(var, value)
-        return super().function(function) if self._chosen else function
+            if var not in self._removed and isinstance(value, Call) and isinstance(value.callee, Op):
+                self._select(var, value)
+        return super().function(function) if self._selected else function
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
-        if var not in self._chosen:
+        if var not in self._selected:
             return None
         assert isinstance(value, Call)
-        program, name, args = self._chosen[var]
+        program, name, args = self._selected[var]
         callee = self._table.add(name, program)
         operands = tuple(map(self.operand, args))
         return Call(callee, operands, sym_args=program.symbols, ty=value.ty, loc=value.loc)
 
-    def _choose(self, var: Var, value: Call) -> None:
-        """Decide about the operations that end in a call."""
+    def _select(self, var: Var, value: Call) -> None:
+        """Select the rules for the ops whose result is this call."""
         candidates = self._candidates(var, value)
         if not candidates:
             return
         first = candidates[0]
         epilogue = self._epilogue(var, value)
-        for tried in (epilogue, _Epilogue(var)) if epilogue.calls else (epilogue,):
-            result = self._program(candidates, tried, value)
+        for chosen_epilogue in (epilogue, _Epilogue(var)) if epilogue.calls else (epilogue,):
+            result = self._program(candidates, chosen_epilogue, value)
             if not isinstance(result, str):
                 break
         if isinstance(result, str):
@@ -152,21 +156,24 @@ class _Dispatch(Rewriter):
             return
         for candidate in candidates:
             figures = {text: candidate.rule.evaluate(text, candidate.dims) for text in candidate.rule.when}
-            self._decide(var, candidate.rule, None, figures, tried)
-        chain = (var, *tried.variables)
-        self._taken.update(first.found.inner, chain[:-1])
+            self._decide(var, candidate.rule, None, figures, chosen_epilogue)
+        chain = (var, *chosen_epilogue.variables)
+        self._removed.update(first.match.inner, chain[:-1])
         program, args = result
-        self._chosen[chain[-1]] = program, _name(value, tried, first.rule), args
+        self._selected[chain[-1]] = program, _name(value, chosen_epilogue, first.rule), args
 
     def _program(
         self, candidates: Sequence[_Candidate], epilogue: _Epilogue, value: Call
     ) -> tuple[TensorProgram, tuple[Expr, ...]] | str:
-        """The program that calls the first routine that is there and whose range holds the sizes, else runs loops; and
-        its operands. Or why there is none."""
+        """The program and its operands; the reason if there is none.
+
+        The program calls the first routine that is available and whose range contains the sizes, else runs the fallback
+        loops.
+        """
         first, bound, target = candidates[0], self._matcher.bindings, self._context.target
         names = {operand: name for name, operand in reversed(first.operands.items())}
         extra = {operand: name for operand, name in epilogue.operands().items() if operand not in names}
-        inner = {*first.found.inner, epilogue.root, *epilogue.variables}
+        inner = {*first.match.inner, epilogue.root, *epilogue.variables}
         last = epilogue.calls[-1][1] if epilogue.calls else value
         whole = Part(last, inner, bound).loops({**names, **extra}, target)
         if isinstance(whole, str):
@@ -196,22 +203,22 @@ class _Dispatch(Rewriter):
         return program, tuple(whole.buffers)
 
     def _epilogue(self, var: Var, value: Call) -> _Epilogue:
-        """The elementwise ops behind a call that fusion would put into its loops."""
+        """The chain of elementwise ops after a call that fusion would put into its loops."""
         calls: list[tuple[Var, Call]] = []
         current = var
         while len(calls) < _MAX_EPILOGUE:
             users = self._users.get(current, [])
             call = self._matcher.bindings.get(users[0]) if len(users) == 1 else None
-            if not isinstance(call, Call) or not self._follows(call, users[0], current, value.ty):
+            if not isinstance(call, Call) or not self._extends_epilogue(call, users[0], current, value.ty):
                 break
             calls.append((users[0], call))
             current = users[0]
         return _Epilogue(var, tuple(calls))
 
-    def _follows(self, call: Call, user: Var, current: Var, ty: Type) -> bool:
+    def _extends_epilogue(self, call: Call, user: Var, current: Var, ty: Type) -> bool:
         assert self._matcher.uses is not None
         is_only_use = self._matcher.uses[current] == sum(arg is current for arg in call.args)
-        is_free = user not in self._taken and user not in self._chosen
+        is_free = user not in self._removed and user not in self._selected
         if not is_only_use or not is_free or self._body_of.get(user) != self._body_of.get(current):
             return False
         return call.ty == ty and isinstance(ty, TensorType) and is_elementwise(call)
@@ -235,10 +242,10 @@ class _Dispatch(Rewriter):
         self._context.decide("dispatch", subject, problem is None, reason, **amounts, **notes)
 
     def _candidates(self, var: Var, value: Call) -> list[_Candidate]:
-        """The rules that apply, in order: of those that match most operations, up to one that applies at all sizes."""
+        """Matching rules in order: those that match most ops, up to the first that applies at all sizes."""
         assert isinstance(value.callee, Op)
         groups: dict[frozenset[Var], list[_Candidate]] = {}
-        refusals: set[str] = set()  # rules of one kind are refused for one reason
+        refusals: set[str] = set()  # similar rules share a reason; report each reason once
         for rule in self._context.libraries or ():
             if value.callee.name not in rule.pattern.root_ops:
                 continue
@@ -256,19 +263,20 @@ class _Dispatch(Rewriter):
                 self._decide(var, rule, problem, figures)
             elif not isinstance(dims, str):
                 groups.setdefault(frozenset(match.inner), []).append(_Candidate(rule, match, dims))
-        largest = groups[max(groups, key=len)] if groups else []
-        always = [k for k, candidate in enumerate(largest) if not _conditions(candidate, self._analyzer)]
-        return largest[: always[0] + 1] if always else largest
+        longest_matches = groups[max(groups, key=len)] if groups else []
+        unconditional = [k for k, candidate in enumerate(longest_matches) if not _conditions(candidate, self._analyzer)]
+        return longest_matches[: unconditional[0] + 1] if unconditional else longest_matches
 
-    def _refusal(self, rule: LibraryRule, found: Match, dims: Mapping[str, SymExpr], result: Type) -> str | None:
-        if not found.is_removable:
+    def _refusal(self, rule: LibraryRule, match: Match, dims: Mapping[str, SymExpr], result: Type) -> str | None:
+        """Reason against a rule that matches; None if the rule applies."""
+        if not match.is_removable:
             return "a value inside is used elsewhere too"
-        types = {name: operand.ty for name, operand in found.captures.items()} | {OUT: result}
-        if (wrong := rule.dtype_problem(types)) is not None:
-            return wrong
-        if (constant := next((name for name in rule.variable if self._is_constant(found[name])), None)) is not None:
+        types = {name: operand.ty for name, operand in match.captures.items()} | {OUT: result}
+        if (problem := rule.dtype_problem(types)) is not None:
+            return problem
+        if (constant := next((name for name in rule.variable if self._is_constant(match[name])), None)) is not None:
             return f"{constant} is constant: its kernel reads what was laid out when compiling"
-        if rule.check is not None and (reason := rule.check(found)) is not None:
+        if rule.check is not None and (reason := rule.check(match)) is not None:
             return reason
         for text, limits in rule.when.items():
             if not can_hold(rule.evaluate(text, dims), limits, self._analyzer):
@@ -276,7 +284,7 @@ class _Dispatch(Rewriter):
         return None
 
     def _is_constant(self, expr: Expr) -> bool:
-        """Whether an operand is computed from constants alone, as a quantized weight is."""
+        """Whether an operand is computed from constants alone, such as a dequantized weight."""
         if isinstance(expr, Constant | ShapeValue):
             return True
         value = self._matcher.bindings.get(expr) if isinstance(expr, Var) else None
@@ -284,7 +292,7 @@ class _Dispatch(Rewriter):
 
 
 def _conditions(candidate: _Candidate, analyzer: Analyzer) -> list[Value]:
-    """What has to be asked at run time: the rule's range, and whether C's 32 bits hold an argument."""
+    """Run-time conditions of a library call: the rule's range, and 32-bit arguments without overflow."""
     rule, dims = candidate.rule, candidate.dims
     ranges = [(rule.evaluate(text, dims), limits) for text, limits in rule.when.items()]
     ranges += [(expr, (None, _INT32_MAX)) for expr in rule.narrow_arguments(dims)]
@@ -297,12 +305,12 @@ def _conditions(candidate: _Candidate, analyzer: Analyzer) -> list[Value]:
 
 
 def _name(value: Call, epilogue: _Epilogue, rule: LibraryRule) -> str:
-    """What the kernel computes, as fused ones say it, and with what."""
+    """Program name: fused ops, then the rule."""
     return "_".join([*(call.callee.name for call in (value, *(c for _, c in epilogue.calls))), rule.name])
 
 
 def is_elementwise(call: Call) -> bool:
-    """Whether each element of the result depends on one of each operand, at the same place."""
+    """Whether each element of the result depends on one element of each operand, at the same or a broadcast index."""
     types = [arg.ty for arg in call.args]
     if not isinstance(call.callee, Op) or not call.callee.has_lowering or call.callee.name in RUNTIME_OPS:
         return False

@@ -1,21 +1,21 @@
-"""Group calls of tensor programs that are to become one kernel.
+"""Operator fusion: group calls of tensor programs that become one kernel.
 
-The graph of calls is walked in order; a call `u` may join its immediate post-dominator `v` (the first call that all of
-its uses flow into) together with everything on the paths between, when the patterns of those programs allow it:
+The call graph is walked in order. A call `u` may join its immediate post-dominator `v`, the first call through which
+all of its uses flow, together with all calls on the paths between them, when the patterns of the programs allow:
 
-    epilogue    u is a reduction, ROW or OUT_FUSIBLE, all others are elementwise over u's own output shape
+    epilogue    u is a reduction, ROW or OUT_FUSIBLE, all others are elementwise over the output shape of u
     injective   u and the path are at most CONCAT, v is at most ROW
     rows        all are reductions of rows, row programs, or elementwise along the same rows or once per row
 
-Reshapes take part: between two programs one becomes a change of indices, at the edge of a group it stays a view.
-Then groups join that share work but not a post-dominator; their kernel has several outputs:
+Reshapes take part: between two programs a reshape becomes a change of indices, at the edge of a group it stays a view.
+Then groups join that share work but not a post-dominator; their kernels have several outputs:
 
     output      v reads element by element what u computes and others use too
     siblings    u and v compute tensors of one shape from the same operand
 
 Each group becomes a Function with the attribute `composite`; its last parameter is a shape that carries the symbols.
-fuse_programs.py then merges the loops. rules.py says what is legal and cost.py what pays; every decision,
-for and against, is kept with its reason and the amounts that it rests on.
+fuse_programs.py then merges the loops. rules.py decides legality and cost.py profitability. Every decision, for or
+against, is recorded with its reason and its amounts.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ from relaxlite.passes.loops.access import coefficient
 from relaxlite.passes.loops.legalize import ProgramTable, lower_call
 from relaxlite.passes.loops.pattern import LoopPattern, analyze, perfect_nest, top_stages
 
-MAX_GROUP = 40  # calls in one kernel: bounds the size of the code
-MAX_STREAMS = 16  # tensors that a kernel of several outputs goes through side by side
+MAX_GROUP = 40  # calls in one kernel: bounds the code size
+MAX_KERNEL_TENSORS = 16  # tensors that a kernel of several outputs accesses in one loop
 
 
 def fuse_ops(module: IRModule, context: PassContext) -> IRModule:
-    """Group calls of tensor programs that are to become one kernel into composite functions."""
+    """Group calls of tensor programs that become one kernel into composite functions."""
     definitions: dict[str, Definition] = dict(module)
     patterns = {name: analyze(program) for name, program in module.programs().items()}
     table = ProgramTable(definitions)
@@ -84,16 +84,16 @@ class _FuseFunction(Rewriter):
     ) -> None:
         super().__init__()
         self._patterns, self._definitions, self._table, self._context = patterns, definitions, table, context
-        # Layers repeat: whether groups alike merge, with the names that a reason may mention; reshapes alike, as calls.
-        self._tried: dict[object, tuple[Verdict | None, list[str]]] = {}
+        # Cached, as layers repeat: verdicts by structural key, with the names that a reason may mention; and reshapes.
+        self._trials: dict[object, tuple[Verdict | None, list[str]]] = {}
         self._views: dict[object, tuple[GlobalVar, TensorProgram, LoopPattern]] = {}
 
     def body(self, body: Body) -> Body:
-        nodes = make_graph(body, self._node)
+        nodes = make_graph(body, self._make_node)
         post_dominate(nodes)
         for epilogue in (True, False):
             for node in nodes:
-                self._into_post_dominator(node, epilogue)
+                self._fuse_into_post_dominator(node, epilogue)
         for group in _groups(nodes):
             _trim_views(group)
         self._join_outputs(nodes)
@@ -104,22 +104,22 @@ class _FuseFunction(Rewriter):
         inner = {n.var for g in groups for n in g.nodes}
         placed = [(float(k), [b]) for k, b in enumerate(body.bindings()) if b.var not in inner]
         placed += [(g.place, call_bindings(g, self._define(g))) for g in groups]
-        bindings = tuple(b for _, result in sorted(placed, key=lambda item: item[0]) for b in result)
+        bindings = tuple(b for _, group_bindings in sorted(placed, key=lambda item: item[0]) for b in group_bindings)
         return super().body(Body((Block(bindings, is_dataflow=False),), body.result))
 
-    def _node(self, position: int, binding: Binding) -> Node | None:
+    def _make_node(self, position: int, binding: Binding) -> Node | None:
         value = binding.value if isinstance(binding, Let) else None
         if not isinstance(value, Call) or not isinstance(value.ty, TensorType) or value.ty.shape is None:
             return None
         if isinstance(value.callee, Op) and value.callee.name == "reshape":
-            return self._view(position, binding.var, value)
+            return self._make_view_node(position, binding.var, value)
         program = self._definitions.get(value.callee.name) if isinstance(value.callee, GlobalVar) else None
         if not isinstance(program, TensorProgram):
             return None
         return Node(position, binding.var, value, program, self._patterns[value.callee.name])
 
-    def _view(self, position: int, var: Var, call: Call) -> Node | None:
-        """A reshape as a call of a program."""
+    def _make_view_node(self, position: int, var: Var, call: Call) -> Node | None:
+        """Node of a reshape, lowered to a program that copies."""
         source = call.args[0]
         if not isinstance(source, Var) or not isinstance(source.ty, TensorType) or source.ty.shape is None:
             return None
@@ -133,7 +133,8 @@ class _FuseFunction(Rewriter):
 
     # One output
 
-    def _into_post_dominator(self, node: Node, epilogue: bool) -> None:
+    def _fuse_into_post_dominator(self, node: Node, epilogue: bool) -> None:
+        """Join a node with its post-dominator where that is legal and pays."""
         sink = node.parent
         if sink is None or node.pattern == LoopPattern.OPAQUE or node.group is sink.group:
             return
@@ -151,8 +152,8 @@ class _FuseFunction(Rewriter):
         if verdict.taken and isinstance(merged, Group) and _needs_trial(merged):
             verdict = self._try_to_merge(merged) or verdict
         elif not verdict.taken and isinstance(merged, Group) and node.group.has_anchor:
-            verdict = self._in_rows(groups, merged) or verdict
-        if not (node.is_view and len(node.group.nodes) == 1):  # a view alone moves nothing, either way
+            verdict = self._as_row_program(groups, merged) or verdict
+        if not (node.is_view and len(node.group.nodes) == 1):  # a view alone moves nothing
             self._context.decide(
                 "fuse_ops", f"{node.var.name} into {sink.var.name}", verdict.taken, verdict.reason, **verdict.figures
             )
@@ -180,39 +181,46 @@ class _FuseFunction(Rewriter):
                 figures[name] = figures.get(name, sym(0)) + amount
         return Verdict(True, verdict.reason, figures)
 
-    def _in_rows(self, groups: list[Group], merged: Group) -> Verdict | None:
-        """The verdict on a group that could become a row program; None: it could not."""
+    def _as_row_program(self, groups: list[Group], merged: Group) -> Verdict | None:
+        """Verdict on a group that may become a row program; None if the group cannot."""
         if len(merged.nodes) > MAX_GROUP or not may_share_rows(merged) or self._try_to_merge(merged) is not None:
             return None
         return rows_verdict(groups, merged)
 
     def _try_to_merge(self, group: Group) -> Verdict | None:
-        """The verdict against a group whose loops turn out not to merge, or to merge badly."""
-        likeness, names = group.likeness, group.names
-        if likeness not in self._tried:
-            self._tried[likeness] = self._trial(group), names
-        against, tried = self._tried[likeness]
-        if against is None or names == tried:
-            return against
-        renamed = dict(zip(tried, names, strict=True))
-        return Verdict(False, re.sub(r"[^\s,]+", lambda word: renamed.get(word[0], word[0]), against.reason))
+        """Verdict against a group whose loops do not merge, or merge badly; None if they merge.
+
+        Groups with the same structural key are tried once.
+        """
+        key, names = group.likeness, group.names
+        if key not in self._trials:
+            self._trials[key] = self._trial(group), names
+        refusal, tried_names = self._trials[key]
+        if refusal is None or names == tried_names:
+            return refusal
+        renamed = dict(zip(tried_names, names, strict=True))
+        return Verdict(False, re.sub(r"[^\s,]+", lambda word: renamed.get(word[0], word[0]), refusal.reason))
 
     def _trial(self, group: Group) -> Verdict | None:
+        """Merge the loops of a group on trial; the verdict against the group, or None."""
         try:
             program = merge(composite(group), self._definitions)
         except CannotMerge as reason:
             return Verdict(False, str(reason))
-        divided = next((x for x in loads(program.body) if _divides(x)), None)
-        if divided is not None and any(n.is_view for n in group.nodes):
-            return Verdict(False, f"each element of {divided.buffer.name} would be found by a division (reshape)")
-        across = _read_across(program) if program.num_outputs > 1 else None
-        if across is not None:
-            return Verdict(False, f"{across.buffer.name} is read across its rows, which one output alone does in tiles")
+        division = next((x for x in loads(program.body) if _divides(x)), None)
+        if division is not None and any(n.is_view for n in group.nodes):
+            return Verdict(False, f"each element of {division.buffer.name} would be found by a division (reshape)")
+        strided = _find_strided_load(program) if program.num_outputs > 1 else None
+        if strided is not None:
+            return Verdict(
+                False, f"{strided.buffer.name} is read across its rows, which one output alone does in tiles"
+            )
         return None
 
     # Several outputs
 
     def _join_outputs(self, nodes: list[Node]) -> None:
+        """Join groups that read the same operands, and consumers that read an output element by element."""
         for node in nodes:
             for other in _siblings(node):
                 if node.group is not other.group:
@@ -224,25 +232,26 @@ class _FuseFunction(Rewriter):
                         size = tensor_bytes(node.shape, node.call.ty.dtype)  # type: ignore[union-attr]
                         self._join(node, consumer, size, f"{node.var.name} is stored for others and not read again")
 
-    def _join(self, node: Node, other: Node, saved: SymExpr, reason: str) -> None:
+    def _join(self, node: Node, other: Node, bytes_saved: SymExpr, reason: str) -> None:
+        """Join two groups into a kernel of several outputs where that is legal and pays."""
         groups = [node.group, other.group]
         merged = joined(groups)
         if isinstance(merged, Group) and len(merged.outs) < 2:
-            return  # one output: what was decided about that stands
-        against = _refuse_group(groups, merged)
-        if against is None and isinstance(merged, Group) and node not in merged.outs:
+            return  # one output: decided above
+        obstacle = _refuse_group(groups, merged)
+        if obstacle is None and isinstance(merged, Group) and node not in merged.outs:
             verdict = inline_verdict(node, node.consumers, outputs=len(merged.outs))
-            reason, against = verdict.reason, None if verdict.taken else verdict.reason
-        if against is None and isinstance(merged, Group):
-            streams = len(merged.inputs) + len(merged.outs)
-            if streams > MAX_STREAMS:
-                against = f"{streams} tensors would be gone through side by side, more than {MAX_STREAMS}"
+            reason, obstacle = verdict.reason, None if verdict.taken else verdict.reason
+        if obstacle is None and isinstance(merged, Group):
+            num_tensors = len(merged.inputs) + len(merged.outs)
+            if num_tensors > MAX_KERNEL_TENSORS:
+                obstacle = f"{num_tensors} tensors would be gone through side by side, more than {MAX_KERNEL_TENSORS}"
             else:
-                refused = self._try_to_merge(merged)
-                against = None if refused is None else refused.reason
+                refusal = self._try_to_merge(merged)
+                obstacle = None if refusal is None else refusal.reason
         subject = f"{node.var.name} with {other.var.name}"
-        self._context.decide("fuse_ops", subject, against is None, against or reason, bytes_saved=saved)
-        if against is None and isinstance(merged, Group):
+        self._context.decide("fuse_ops", subject, obstacle is None, obstacle or reason, bytes_saved=bytes_saved)
+        if obstacle is None and isinstance(merged, Group):
             for n in merged.nodes:
                 n.group = merged
 
@@ -273,6 +282,7 @@ def _groups(nodes: list[Node]) -> list[Group]:
 
 
 def _refuse_group(groups: list[Group], merged: Group | str) -> str | None:
+    """Reason against joining groups into `merged`, or None."""
     if isinstance(merged, str):
         return merged
     if sum(g.has_anchor for g in groups) > 1:
@@ -283,27 +293,29 @@ def _refuse_group(groups: list[Group], merged: Group | str) -> str | None:
 
 
 def _needs_trial(group: Group) -> bool:
-    """Whether the patterns alone do not tell that the loops merge: something inside is in parts, or reshaped, or
-    follows a reduction in another order."""
+    """Whether only a trial tells if the loops merge.
+
+    True where a call inside is a concatenation or a reshape, or follows a reduction in another order of elements.
+    """
     anchors = [n.position for n in group.nodes if n.pattern >= LoopPattern.REDUCTION]
-    after = [n for n in group.nodes if any(n.position > p for p in anchors)]
+    followers = [n for n in group.nodes if any(n.position > p for p in anchors)]
     return any(n.is_view or (n.pattern == LoopPattern.CONCAT and n not in group.outs) for n in group.nodes) or any(
-        not _is_in_place(n, group) for n in after
+        not _is_in_place(n, group) for n in followers
     )
 
 
 def _is_in_place(node: Node, group: Group) -> bool:
-    """Whether a call reads the results of others of its group at the very indices where it writes."""
-    inside = {n.var for n in group.nodes}
+    """Whether a call reads the results of its group at exactly the indices at which it writes."""
+    group_vars = {n.var for n in group.nodes}
     written = [s.indices for s in stores(node.program.body)]
-    return all([load.indices] == written for load in loads_of(node, inside))
+    return all([load.indices] == written for load in loads_of(node, group_vars))
 
 
-def _read_across(program: TensorProgram) -> Load | None:
-    """A load that moves in wide steps along the innermost loop of a nest."""
+def _find_strided_load(program: TensorProgram) -> Load | None:
+    """A load with a stride other than 0 or 1 along the innermost loop of a nest; None if there is none."""
     for stage in top_stages(program):
         nest = perfect_nest(stage)
-        if not nest.loops or isinstance(nest.body, Allocate):  # a reduction or row program has rows of its own
+        if not nest.loops or isinstance(nest.body, Allocate):  # these have rows of their own
             continue
         for load in loads(nest.body):
             step = coefficient(flat_offset(load.buffer.shape, load.indices), nest.loops[-1].var)
@@ -313,7 +325,7 @@ def _read_across(program: TensorProgram) -> Load | None:
 
 
 def _divides(load: Load) -> bool:
-    """Whether finding the element takes a division: the indices hold one that the offset keeps."""
+    """Whether the address of a load needs a division: the indices contain one that the flat offset keeps."""
     return any(map(_has_division, load.indices)) and _has_division(flat_offset(load.buffer.shape, load.indices))
 
 
@@ -322,7 +334,7 @@ def _has_division(expr: SymExpr) -> bool:
 
 
 def _trim_views(group: Group) -> None:
-    """Reshapes at the edges of a group leave it: a view costs nothing."""
+    """Remove reshapes at the edges of a group from the group: a view costs nothing."""
     while len(group.nodes) > 1:
         inside = set(group.nodes)
         edge = next((n for n in group.nodes if n.is_view and _is_edge(n, inside)), None)
@@ -340,38 +352,38 @@ def _is_edge(node: Node, inside: set[Node]) -> bool:
 
 
 def _siblings(node: Node) -> Iterator[Node]:
-    """Results that are computed element by element from an operand of this one, and are no part of each other."""
-    if not _is_plain(node.group) or node not in node.group.outs:
+    """Outputs of other elementwise groups that read an operand of this node and have its shape."""
+    if not _is_elementwise_group(node.group) or node not in node.group.outs:
         return
     for producer in node.producers:
         for other in producer.consumers:
-            if other.position > node.position and _is_plain(other.group) and other in other.group.outs:
-                same = len(other.shape) == len(node.shape) and all(map(lambda a, b: a is b, other.shape, node.shape))
-                if same and _shared_bytes(node.group, other.group) is not sym(0):
+            if other.position > node.position and _is_elementwise_group(other.group) and other in other.group.outs:
+                is_same = len(other.shape) == len(node.shape) and all(map(lambda a, b: a is b, other.shape, node.shape))
+                if is_same and _shared_bytes(node.group, other.group) is not sym(0):
                     yield other
 
 
-def _is_plain(group: Group) -> bool:
+def _is_elementwise_group(group: Group) -> bool:
     return all(n.pattern < LoopPattern.CONCAT and not n.is_view for n in group.nodes)
 
 
 def _shared_bytes(a: Group, b: Group) -> SymExpr:
-    """The size of the operands that two groups both read, unless they are small beside what is written."""
+    """Size in bytes of the operands that two groups both read, counting only operands as large as the result."""
     types = [x.ty for x in a.inputs if x in b.inputs]
     size = product(a.nodes[-1].shape)
-    wide = [t for t in types if isinstance(t, TensorType) and t.shape is not None and product(t.shape) is size]
-    return sum((tensor_bytes(t.shape or (), t.dtype) for t in wide), sym(0))
+    full_size = [t for t in types if isinstance(t, TensorType) and t.shape is not None and product(t.shape) is size]
+    return sum((tensor_bytes(t.shape or (), t.dtype) for t in full_size), sym(0))
 
 
 def _may_read_output(node: Node, consumer: Node) -> bool:
-    """Whether a consumer in another group may run in the loops that compute the node, for what the patterns tell."""
+    """Whether the patterns allow a consumer in another group to run in the loops that compute the node."""
     if node.group is consumer.group or node.pattern == LoopPattern.OPAQUE:
         return False
-    own, its = node.group, consumer.group
-    if node is not own.outs[-1] or any(n.pattern == LoopPattern.CONCAT for n in (*own.nodes, *its.nodes)):
+    group, target = node.group, consumer.group
+    if node is not group.outs[-1] or any(n.pattern == LoopPattern.CONCAT for n in (*group.nodes, *target.nodes)):
         return False
-    if own.has_anchor:
-        return _is_plain(its) and refuse_epilogue(node, [consumer]) is None
-    if not _is_plain(its) and not any(n.pattern == LoopPattern.ROW for n in its.nodes):
+    if group.has_anchor:
+        return _is_elementwise_group(target) and refuse_epilogue(node, [consumer]) is None
+    if not _is_elementwise_group(target) and not any(n.pattern == LoopPattern.ROW for n in target.nodes):
         return False
     return bool(loads_of(consumer, {node.var}))

@@ -1,4 +1,4 @@
-"""Merge the loops of composite functions (fuse_ops) into one tensor program each; merge_stages.py does the merging."""
+"""Merge the composite functions of fuse_ops.py into one tensor program each, with merge_stages.py."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from relaxlite.passes.loops.pattern import top_stages
 _ANALYZER = Analyzer()
 
 _Definitions: TypeAlias = Mapping[str, Definition]
-_Fused: TypeAlias = tuple[GlobalVar, tuple[int, ...], TensorProgram]  # which of the passed symbols are the program's
+_Fused: TypeAlias = tuple[GlobalVar, tuple[int, ...], TensorProgram]  # positions among the passed symbols
 
-_NEGATIVE = " is negative"  # ends the messages of checks that name a tensor of one place
+_NEGATIVE = " is negative"  # end of check messages that name a tensor, which differs between call sites
 
 
 def fuse_programs(module: IRModule) -> IRModule:
@@ -36,7 +36,7 @@ def fuse_programs(module: IRModule) -> IRModule:
     definitions: dict[str, Definition] = {n: d for n, d in module.items() if n not in composites}
     table = ProgramTable(definitions)
     fused: dict[str, _Fused] = {}
-    by_hash: dict[str, _Fused] = {}  # a layer that a model repeats is merged once
+    by_hash: dict[str, _Fused] = {}  # repeated layers share one program
     for name, function in composites.items():
         digest = structural_hash(function)
         if digest in by_hash:
@@ -53,13 +53,15 @@ def fuse_programs(module: IRModule) -> IRModule:
 
 
 def _declared_symbols(composite: Function) -> tuple[SymExpr, ...]:
-    """The symbols that a composite function is passed, as its last parameter."""
+    """The symbols that the last parameter of a composite function declares."""
     ty = composite.params[-1].ty
     assert isinstance(ty, ShapeType) and ty.values is not None
     return ty.values
 
 
 class _CallFused(Rewriter):
+    """Rewriter of calls of composite functions into calls of their merged programs."""
+
     def __init__(self, fused: dict[str, _Fused]) -> None:
         super().__init__()
         self._fused = fused
@@ -87,12 +89,14 @@ class _CallFused(Rewriter):
 
 
 def merge(function: Function, definitions: _Definitions) -> TensorProgram:
-    """One program that computes what a composite function computes, its results in order; a single one may have another
-    shape with the elements in the same order. Raises CannotMerge."""
+    """Merge the programs that a composite function calls into one program with the same results in the same order.
+
+    A single result may have another shape with the elements in the same order. Raises CannotMerge.
+    """
     buffers: dict[Expr, Buffer] = {p: _buffer(p) for p in function.params[:-1]}
     stages: list[Stmt] = []
-    result = function.body.result
-    results = result.fields if isinstance(result, Tuple) else (result,)
+    results_expr = function.body.result
+    results = results_expr.fields if isinstance(results_expr, Tuple) else (results_expr,)
     for binding in function.body.bindings():
         assert isinstance(binding, Let) and isinstance(binding.value, Call)
         buffers[binding.var] = _buffer(binding.var)
@@ -104,15 +108,15 @@ def merge(function: Function, definitions: _Definitions) -> TensorProgram:
     merged, outputs = merge_stages(stages, intermediates, outputs)
     body = seq(*merged)
     params = (*inputs, *outputs)
-    own = {s.buffer for s in walk_stmts(body) if isinstance(s, Allocate)}
-    left = {x.buffer for x in accesses(body)} - set(params) - own
-    if left:
-        raise CannotMerge(f"{', '.join(b.name for b in left)} would have to be stored")
+    allocated = {s.buffer for s in walk_stmts(body) if isinstance(s, Allocate)}
+    unstored = {x.buffer for x in accesses(body)} - set(params) - allocated
+    if unstored:
+        raise CannotMerge(f"{', '.join(b.name for b in unstored)} would have to be stored")
     return TensorProgram(params, program_symbols(params, body), body, len(outputs))
 
 
 def _size_checks(buffer: Buffer) -> list[Check]:
-    """What allocating a tensor checks: no size is negative."""
+    """Run-time checks that an allocation of the tensor would make: no size is negative."""
     unproven = [d for d in dict.fromkeys(buffer.shape) if not _ANALYZER.can_prove_le(0, d)]
     return [
         Check(Compare("ge", IndexValue(d), IndexValue(sym(0))), f"{buffer.name}: the size {d}{_NEGATIVE}")
@@ -126,6 +130,7 @@ def _buffer(var: Var) -> Buffer:
 
 
 def _instantiate(call: Call, buffers: dict[Expr, Buffer], out: Var, definitions: _Definitions) -> tuple[Stmt, ...]:
+    """Stages of the called program over the buffers of a composite function."""
     assert isinstance(call.callee, GlobalVar)
     program = definitions[call.callee.name]
     assert isinstance(program, TensorProgram)

@@ -1,14 +1,14 @@
-"""Let matrix products read constants as they are stored: what widens a weight becomes part of the product's loads.
+"""Prologue fusion: matrix products load constants as stored, and dequantize or convert them at the load.
 
     w = dequantize(q, scale)                      for i, j, k: e += x[i, k] * (float32(q[k, j]) * scale[j])
     for i, j, k: e += x[i, k] * w[k, j]     =>
 
-Here `q` and `scale` are constants, and what computes w from them is a chain of injective programs. The product then
-moves the bytes of q instead of those of w; the schedule decides how often an element is widened (prologue.py). A chain
-that other calls read too is computed in each of them: its operands never change.
+Here `q` and `scale` are constants, and w is computed from them by a chain of injective programs. The product then moves
+the bytes of q instead of the bytes of w; the schedule decides how often an element is dequantized (prologue.py). A
+chain with several consumers is fused into each of them, as its operands never change.
 
-A computed right operand whose last two dimensions a transposition swaps is read where it lies, if nothing else reads
-the transposed copy (transposed.py):
+A right operand that is a transposed copy (last two dimensions swapped) with one use is replaced by its source
+(transposed.py):
 
     for i, j, k: e += x[i, k] * t[k, j],  t = y.T    =>    for i, j, k: e += x[i, k] * y[j, k]
 """
@@ -33,11 +33,11 @@ from relaxlite.passes.graph.eliminate import eliminate_dead
 from relaxlite.passes.loops.legalize import ProgramTable
 from relaxlite.passes.loops.pattern import LoopPattern, analyze, injective_store, perfect_nest, reduction_of, top_stages
 
-MAX_CHAIN = 12  # calls between a constant and the product: bounds the size of what is inlined
+MAX_CHAIN = 12  # calls between a constant and the product: bounds the inlined code size
 
 
 def fuse_prologues(module: IRModule, context: PassContext) -> IRModule:
-    """Inline what widens constant operands into the matrix products that read them."""
+    """Inline dequantization and conversion of constant operands into the matrix products that load them."""
     definitions: dict[str, Definition] = dict(module)
     table = ProgramTable(definitions)
     changed = False
@@ -50,7 +50,7 @@ def fuse_prologues(module: IRModule, context: PassContext) -> IRModule:
 
 
 def _own_uses(body: Body) -> Iterator[Var]:
-    """Each use of a variable in a body, without those in the bodies inside."""
+    """Uses of variables in a body, with repetitions, without uses in nested bodies."""
     for binding in body.bindings():
         value = binding.value if isinstance(binding, Let) else binding.source
         yield from (v for v in (value, *operands(value)) if isinstance(v, Var))
@@ -70,55 +70,63 @@ class _FusePrologues(Rewriter):
         super().__init__()
         self._module, self._table, self._context = module, table, context
         self._uses = uses
-        self._turned: dict[Var, Call] = {}  # transposed copies that are read once
-        self._chains: dict[Var, tuple[tuple[Var, Call], ...]] = {}  # constants as programs compute them
+        self._transposed: dict[Var, Call] = {}  # transposed copies with one use
+        self._chains: dict[
+            Var, tuple[tuple[Var, Call], ...]
+        ] = {}  # variables computed from constants alone, with their calls
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         program = self._program(value)
         if program is None:
             return None
         assert isinstance(value, Call)
-        result = [self._chains[a] for a in value.args if isinstance(a, Var) and a in self._chains]
+        constant_chains = [self._chains[a] for a in value.args if isinstance(a, Var) and a in self._chains]
         if value.args and all(isinstance(a, Constant) or a in self._chains for a in value.args):
-            self._note_chain(var, value, result)
+            self._add_chain(var, value, constant_chains)
             return None
         if self._uses[var] == 1 and _swaps_last(program):
-            self._turned[var] = value
+            self._transposed[var] = value
             return None
-        has_turned = any(a in self._turned for a in value.args)
-        if not (result or has_turned) or not is_matrix_product(program):
+        has_transposed = any(a in self._transposed for a in value.args)
+        if not (constant_chains or has_transposed) or not is_matrix_product(program):
             return None
         columns = _along_columns(program, value)
-        turned = self._turned_columns(columns, var, value)
-        widened = [a for a in columns if a in self._chains]
-        if not widened:
-            return self._merged_turned(turned, var, value) if turned else None
-        chain = dict(step for a in widened for step in self._chains[a])
-        stored = sum((_bytes(a.ty) for a in _constants(chain)), start=product(()) * 0)
-        wide = sum((_bytes(a.ty) for a in widened), start=product(()) * 0)
+        transposed = self._transposed_columns(columns, var, value)
+        dequantized = [a for a in columns if a in self._chains]
+        if not dequantized:
+            return self._merge_transposed(transposed, var, value) if transposed else None
+        chain = dict(step for a in dequantized for step in self._chains[a])
+        stored_bytes = sum((_bytes(a.ty) for a in _constants(chain)), start=product(()) * 0)
+        dequantized_bytes = sum((_bytes(a.ty) for a in dequantized), start=product(()) * 0)
         subject = f"{', '.join(v.name for v in chain)} into {var.name}"
         reason = "the product reads the constant as it is stored"
-        self._context.decide("fuse_prologues", subject, True, reason, bytes_stored=stored, bytes_widened=wide)
-        return self._merged(chain, var, value)
+        self._context.decide(
+            "fuse_prologues", subject, True, reason, bytes_stored=stored_bytes, bytes_widened=dequantized_bytes
+        )
+        return self._merge(chain, var, value)
 
-    def _turned_columns(self, columns: list[Var], var: Var, call: Call) -> dict[Var, Call]:
-        """The transposed operands along whose columns vectors go. A transposed copy of the rows' operand pays: each
-        tile of the product would step through memory a row at a time, which takes 5 to 15 % more in all (measured)."""
+    def _transposed_columns(self, columns: list[Var], var: Var, call: Call) -> dict[Var, Call]:
+        """Transposed operands whose columns are the columns of the product.
+
+        The operand of the rows keeps its transposed copy: otherwise each tile of the product would access memory with a
+        stride of a row.
+        """
         for arg in call.args:
-            if isinstance(arg, Var) and arg in self._turned and arg not in columns:
+            if isinstance(arg, Var) and arg in self._transposed and arg not in columns:
                 subject = f"{arg.name} into {var.name}"
                 reason = (
                     "each tile of rows would step through memory; a copy that lies along the sum is read many times"
                 )
                 self._context.decide("fuse_prologues", subject, False, reason, bytes_copied=2 * _bytes(arg.ty))
-        return {a: self._turned[a] for a in columns if a in self._turned}
+        return {a: self._transposed[a] for a in columns if a in self._transposed}
 
-    def _merged_turned(self, turned: dict[Var, Call], var: Var, call: Call) -> Call:
-        copied = sum((2 * _bytes(a.ty) for a in turned), start=product(()) * 0)
-        for copy in turned:
+    def _merge_transposed(self, transposed: dict[Var, Call], var: Var, call: Call) -> Call:
+        """The product with the sources of transposed operands as operands."""
+        copied = sum((2 * _bytes(a.ty) for a in transposed), start=product(()) * 0)
+        for copy in transposed:
             reason = "the product reads the operand as it lies, and there is no copy to write and read"
             self._context.decide("fuse_prologues", f"{copy.name} into {var.name}", True, reason, bytes_saved=copied)
-        return self._merged(turned, var, call)
+        return self._merge(transposed, var, call)
 
     def _program(self, value: Expr) -> TensorProgram | None:
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
@@ -126,14 +134,15 @@ class _FusePrologues(Rewriter):
         program = self._module.get(value.callee.name)
         return program if isinstance(program, TensorProgram) else None
 
-    def _note_chain(self, var: Var, call: Call, found: list[tuple[tuple[Var, Call], ...]]) -> None:
-        """Keep a call that computes from nothing but constants, if it is injective."""
-        steps = dict(step for steps in found for step in steps) | {var: call}
+    def _add_chain(self, var: Var, call: Call, operand_chains: list[tuple[tuple[Var, Call], ...]]) -> None:
+        """Record an injective call whose operands are all computed from constants."""
+        steps = dict(step for steps in operand_chains for step in steps) | {var: call}
         program = self._program(call)
         if len(steps) <= MAX_CHAIN and program is not None and analyze(program) <= LoopPattern.INJECTIVE:
             self._chains[var] = tuple(steps.items())
 
-    def _merged(self, chain: dict[Var, Call], var: Var, call: Call) -> Call:
+    def _merge(self, chain: dict[Var, Call], var: Var, call: Call) -> Call:
+        """Call of one program that computes the chain and the product."""
         calls = {**chain, var: call}
         inputs = tuple(dict.fromkeys(a for c in calls.values() for a in c.args if a not in chain))
         symbols: tuple[SymExpr, ...] = tuple(
@@ -156,7 +165,7 @@ class _FusePrologues(Rewriter):
 
 
 def _swaps_last(program: TensorProgram) -> bool:
-    """Whether it is the transposition of the last two dimensions."""
+    """Whether a program is the transposition of the last two dimensions."""
     stages = top_stages(program)
     if len(stages) != 1 or len(program.inputs) != 1:
         return False
@@ -168,13 +177,13 @@ def _swaps_last(program: TensorProgram) -> bool:
 
 
 def _along_columns(program: TensorProgram, call: Call) -> list[Var]:
-    """The operands of a matrix product whose last index is the result's."""
+    """Operands of a matrix product whose last index is the column of the result."""
     reduction = reduction_of(top_stages(program)[-1])
     assert reduction is not None
     column = reduction.spatial[-1].var if reduction.spatial else None
-    moving = {load.buffer for load in loads(reduction.update) if load.indices and load.indices[-1] is column}
+    column_buffers = {load.buffer for load in loads(reduction.update) if load.indices and load.indices[-1] is column}
     pairs = zip(program.inputs, call.args, strict=True)
-    return [arg for buffer, arg in pairs if buffer in moving and isinstance(arg, Var)]
+    return [arg for buffer, arg in pairs if buffer in column_buffers and isinstance(arg, Var)]
 
 
 def _constants(chain: dict[Var, Call]) -> list[Constant]:
@@ -187,7 +196,7 @@ def _bytes(ty: object) -> SymExpr:
 
 
 def is_matrix_product(program: TensorProgram) -> bool:
-    """One sum over one loop of products of two loaded elements."""
+    """Whether a program is one sum, over one loop, of products of two loaded elements."""
     reduction = reduction_of(top_stages(program)[-1])
     if reduction is None or reduction.update.combine != "add" or len(perfect_nest(reduction.inner).loops) != 1:
         return False

@@ -1,4 +1,4 @@
-"""What a part of a graph computes, as loops: it is legalized and fused as a module of its own."""
+"""Lower a subgraph to the loops of one program: legalized and fused as a module of its own."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from relaxlite.target import Target
 
 @dataclass(frozen=True, slots=True)
 class Loops:
-    """Loops over operands, in the symbols of the function around. `buffers`: of each operand, large constants too."""
+    """Loops over operands in the symbols of the enclosing function.
+
+    `buffers` holds the buffer of each operand, large constants included.
+    """
 
     buffers: Mapping[Expr, Buffer]
     outputs: tuple[Buffer, ...]
-    checks: tuple[Stmt, ...]  # which hold for any way to compute it
+    checks: tuple[Stmt, ...]  # required by any implementation, the library routine too
     body: Stmt
 
     def onto(self, buffers: Mapping[Expr, Buffer], outputs: tuple[Buffer, ...]) -> Stmt | None:
-        """The loops with other buffers; None where one is missing."""
+        """The loops with other buffers; None where a buffer is missing."""
         if any(operand not in buffers for operand in self.buffers):
             return None
         renamed = {buffer: buffers[operand] for operand, buffer in self.buffers.items()}
@@ -39,14 +42,17 @@ class Loops:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The operations that end in the call `root`: `inner` are the variables between it and the operands."""
+    """Subgraph that ends in the call `root`: `inner` are the variables between the root and the operands."""
 
     root: Call
     inner: Collection[Var]
     bound: Mapping[Var, Expr]
 
     def loops(self, operands: Mapping[Expr, str], target: Target) -> Loops | str:
-        """`operands`: with the names that their buffers get. Why there are no loops, as text."""
+        """Lower the subgraph to loops.
+
+        `operands` maps operands to names of their buffers. Returns the reason as text where that is impossible.
+        """
         params = {operand: Var(name, operand.ty) for operand, name in operands.items()}
         copied = self._copy(params)
         if isinstance(copied, str):
@@ -64,27 +70,27 @@ class Part:
         return compose.finish(main.body.result, params)
 
     def _copy(self, params: Mapping[Expr, Var]) -> Body | str:
-        """The operations over the parameters; or what they need beside them."""
-        done: dict[Expr, Expr] = dict(params)
+        """The ops of the subgraph over parameters; the reason as text where an op reads another variable."""
+        copies: dict[Expr, Expr] = dict(params)
         lets: list[Let] = []
         missing: list[str] = []
 
         def operand(expr: Expr) -> Expr:
-            if expr not in done and isinstance(expr, Var):
+            if expr not in copies and isinstance(expr, Var):
                 if expr in self.bound and expr in self.inner:
-                    done[expr] = emit(self.bound[expr], expr.name)
+                    copies[expr] = emit(self.bound[expr], expr.name)
                 else:
                     missing.append(expr.name)
-            return done.get(expr, expr)
+            return copies.get(expr, expr)
 
         def emit(expr: Expr, name: str) -> Expr:
             if isinstance(expr, Call):
-                made: Expr = Call(expr.callee, tuple(map(operand, expr.args)), expr.attrs, expr.sym_args, expr.ty)
+                value_copy: Expr = Call(expr.callee, tuple(map(operand, expr.args)), expr.attrs, expr.sym_args, expr.ty)
             elif isinstance(expr, TupleGetItem):
-                made = TupleGetItem(operand(expr.value), expr.index)
+                value_copy = TupleGetItem(operand(expr.value), expr.index)
             else:
                 return operand(expr)
-            lets.append(Let(Var(name, expr.ty), made))
+            lets.append(Let(Var(name, expr.ty), value_copy))
             return lets[-1].var
 
         result = emit(self.root, "out")
@@ -94,17 +100,17 @@ class Part:
 
 
 class _Compose:
-    """The programs that a function of calls consists of, one after the other, as the loops of one program."""
+    """Builder that concatenates the called programs of a function into the loops of one program."""
 
     def __init__(self, module: IRModule, params: Iterable[Var]) -> None:
         self._module = module
         self._buffers: dict[Expr, Buffer | tuple[Buffer, ...]] = {p: _buffer(p.name, p.ty) for p in params}
         self._constants: dict[Expr, Buffer] = {}
-        self._made: list[Buffer] = []
+        self._results: list[Buffer] = []
         self._stmts: list[Stmt] = []
 
     def add(self, binding: Let) -> str | None:
-        """Why this binding cannot be part of a program."""
+        """Append the program of a binding; the reason as text where that is impossible."""
         value = binding.value
         if isinstance(value, TupleGetItem):
             fields = self._buffers[value.value]
@@ -113,15 +119,15 @@ class _Compose:
             return None
         program = self._module.get(value.callee.name) if isinstance(value, Call) else None
         if not isinstance(value, Call) or not isinstance(program, TensorProgram):
-            what = value.callee.name if isinstance(value, Call) else type(value).__name__
-            return f"{what} is not computed by loops, so there would be nothing to fall back on"
-        result = tuple(_buffer(f"{binding.var.name}{k or ''}", ty) for k, ty in enumerate(result_types(value.ty)))
-        self._buffers[binding.var] = result if isinstance(value.ty, TupleType) else result[0]
-        self._made += result
-        passed = [*map(self._operand, value.args), *result]
+            callee = value.callee.name if isinstance(value, Call) else type(value).__name__
+            return f"{callee} is not computed by loops, so there would be nothing to fall back on"
+        outputs = tuple(_buffer(f"{binding.var.name}{k or ''}", ty) for k, ty in enumerate(result_types(value.ty)))
+        self._buffers[binding.var] = outputs if isinstance(value.ty, TupleType) else outputs[0]
+        self._results += outputs
+        arguments = [*map(self._operand, value.args), *outputs]
         symbols = dict(zip(program.symbols, value.sym_args, strict=True))
-        renamed = Substitute(symbols, dict(zip(program.params, passed, strict=True)), fresh=True)
-        self._stmts += [renamed.stmt(s) for s in top_stages(program)]
+        substitution = Substitute(symbols, dict(zip(program.params, arguments, strict=True)), fresh=True)
+        self._stmts += [substitution.stmt(s) for s in top_stages(program)]
         return None
 
     def _operand(self, expr: Expr) -> Buffer:
@@ -132,11 +138,12 @@ class _Compose:
         return result
 
     def finish(self, result: Expr, params: Mapping[Expr, Var]) -> Loops | str:
-        found = self._buffers[result]
-        outputs = found if isinstance(found, tuple) else (found,)
-        if any(buffer not in self._made for buffer in outputs):
+        """The concatenated loops; the reason as text where the result is an operand."""
+        result_buffers = self._buffers[result]
+        outputs = result_buffers if isinstance(result_buffers, tuple) else (result_buffers,)
+        if any(buffer not in self._results for buffer in outputs):
             return "its result is one of its operands"
-        inner = [buffer for buffer in self._made if buffer not in outputs]
+        inner = [buffer for buffer in self._results if buffer not in outputs]
         checks: list[Stmt] = [
             s for s in self._stmts if isinstance(s, Check) and not any(load.buffer in inner for load in loads(s))
         ]

@@ -1,7 +1,8 @@
-"""What a library routine can do for a graph: a pattern, the routine, its arguments, where it is worth while.
+"""Rules for library calls: a graph pattern, the routine, its arguments, and the range of sizes where the call pays.
 
-Arguments are text, in C's order: "int32 101", "int32 m * 2", "float32 1.0", "float32* a", "float32* out[64 * j, 0]".
-Names are those of dimensions (`operands`) and of loops; expressions have + - * // %, min(...) and max(...).
+Arguments are text, in the order of the C function: "int32 101", "int32 m * 2", "float32 1.0", "float32* a", "float32*
+out[64 * j, 0]". Names are those of dimensions (`operands`) and of loops; expressions have + - * // %, min(...) and
+max(...).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from functools import lru_cache
 from relaxlite import dtypes
 from relaxlite.errors import InvalidArgumentError, ParseError
 from relaxlite.ir.analyzer import Analyzer
+from relaxlite.ir.parser_base import ParserBase
 from relaxlite.ir.pattern import Match, Pattern
-from relaxlite.ir.program import AddressOf, Buffer, Convention, IndexValue, Literal, Value
-from relaxlite.ir.reader import Reader
+from relaxlite.ir.program import AddressOf, Buffer, CallingConvention, IndexValue, Literal, Value
 from relaxlite.ir.symbolic import SymExpr, SymVar, substitute, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
@@ -26,12 +27,12 @@ Dims = tuple["str | int", ...]
 Range = tuple["int | None", "int | None"]
 
 INTEGERS, FLOATS = ("int32", "int64"), ("float32", "float64")
-OUT = "out"  # the name of the only result; several are out0, out1, ...
+OUT = "out"  # name of a single result; several are out0, out1, ...
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryRule:
-    """One entry of the table that `dispatch` works with; `relaxlite.register_library` has the meaning of each field."""
+    """Entry of the rule table of `dispatch`. `relaxlite.register_library` documents each field."""
 
     name: str
     library: str
@@ -39,19 +40,22 @@ class LibraryRule:
     pattern: Pattern
     operands: Mapping[str, Dims | None]
     arguments: tuple[str, ...] = ()
-    convention: Convention = "c"
+    convention: CallingConvention = "c"
     loops: Mapping[str, str] = field(default_factory=dict)
     when: Mapping[str, Range] = field(default_factory=dict)
     check: Callable[[Match], str | None] | None = None
-    variable: tuple[str, ...] = ()  # operands that are no constants, nor computed from constants alone
+    variable: tuple[str, ...] = ()  # operands that must depend on inputs of the model
     work: str = "0"
     keeps_fallback: bool = True
     file: str = ""
-    reason: str = ""  # why `when` is what it is
-    figures: Mapping[str, int] = field(default_factory=dict)  # what the reason rests on
+    reason: str = ""  # justification of `when`
+    figures: Mapping[str, int] = field(default_factory=dict)  # amounts behind the reason
 
     def validate(self) -> None:
-        """Raises InvalidArgumentError for what could never be called. The table's own are not asked: it takes time."""
+        """Raise InvalidArgumentError for a rule that can never be called.
+
+        Built-in rules are not validated, to save time.
+        """
         if not self.pattern.root_ops:
             raise self._error("its pattern does not begin with an op; begin it with is_op(...)")
         if not self.operands:
@@ -81,7 +85,7 @@ class LibraryRule:
             name, indices = self._element(rest)
             outputs = [OUT, *(f"{OUT}{k}" for k in range(16))]
             if name not in self.operands and name not in outputs:
-                raise self._error(f"argument {text!r} points to {name!r}{_near(name, (*self.operands, OUT))}")
+                raise self._error(f"argument {text!r} points to {name!r}{_suggestion(name, (*self.operands, OUT))}")
             for index in indices:
                 self._expression(index, scope)
         elif kind in INTEGERS:
@@ -103,14 +107,14 @@ class LibraryRule:
             )
         return kind, rest.strip()
 
-    def _number(self, text: str, whole: str) -> float:
+    def _number(self, text: str, argument: str) -> float:
         try:
             return float(text)
         except ValueError as error:
-            raise self._error(f"argument {whole!r} needs a number") from error
+            raise self._error(f"argument {argument!r} needs a number") from error
 
     def _element(self, text: str) -> tuple[str, tuple[str, ...]]:
-        """ "a[i, 0]" as its parts; without indices the first element."""
+        """Split "a[i, 0]" into the name and the indices; without indices the first element."""
         try:
             node = _parsed(text)
         except SyntaxError:
@@ -123,7 +127,7 @@ class LibraryRule:
         return node.value.id, tuple(map(ast.unparse, items))
 
     def _expression(self, text: str, scope: Mapping[str, SymVar]) -> SymExpr:
-        reader = Reader([text])
+        reader = ParserBase([text])
         reader.scope = dict(scope)
         try:
             return reader.expr(_parsed(text))
@@ -131,28 +135,28 @@ class LibraryRule:
             raise self._error(f"{text!r} is no expression of its dimensions: {str(error).splitlines()[0]}") from error
 
     def evaluate(self, text: str, values: Mapping[str, SymExpr]) -> SymExpr:
-        """The expression for these dimensions and loops."""
+        """Evaluate an expression for these values of dimensions and loops."""
         scope = {name: SymVar(name) for name in values}
         result = self._expression(text, scope)
         return substitute(result, {scope[name]: value for name, value in values.items()})
 
     def dtype_problem(self, types: Mapping[str, Type]) -> str | None:
-        """Which operand or result is not of the dtype that the routine takes."""
+        """Error text for an operand or result of another dtype than the routine takes; None if all match."""
         for kind, rest in map(self._split, self.arguments):
             ty = types.get(self._element(rest)[0]) if kind.endswith("*") else None
             if isinstance(ty, TensorType) and ty.dtype != kind[:-1]:
                 return f"{self._element(rest)[0]} is {ty.dtype}, and {self.symbol} takes {kind[:-1]}; cast it before"
         return None
 
-    # For a match
+    # Application to a match
 
-    def dimensions(self, found: Match, result: TensorType | None, analyzer: Analyzer) -> dict[str, SymExpr] | str:
-        """The dimensions by name; or why the operands are not what the routine takes."""
+    def dimensions(self, match: Match, result: TensorType | None, analyzer: Analyzer) -> dict[str, SymExpr] | str:
+        """Dimensions of a match by name; the reason as text where the operands do not fit the routine."""
         values: dict[str, SymExpr] = {}
         for name, dims in self.operands.items():
-            if name not in found.captures and not name.startswith(OUT):
+            if name not in match.captures and not name.startswith(OUT):
                 return f"its pattern captures no '{name}'"
-            ty = result if name == OUT else found.captures[name].ty
+            ty = result if name == OUT else match.captures[name].ty
             if not isinstance(ty, TensorType) or ty.shape is None:
                 return f"the shape of {name} is unknown"
             if dims is None:
@@ -174,13 +178,13 @@ class LibraryRule:
         return [self.evaluate(text, values) for text in fixed]
 
     def call_arguments(self, buffers: Mapping[str, Buffer], values: Mapping[str, SymExpr]) -> tuple[Value, ...]:
-        """What is passed; `values` also holds the loops."""
+        """Arguments of the call; `values` also holds the loop variables."""
         if self.convention == "arrays":
-            return _descriptions(self._in_order(buffers))
+            return _array_descriptors(self._ordered_buffers(buffers))
         return tuple(self._argument(text, buffers, values) for text in self.arguments)
 
-    def _in_order(self, buffers: Mapping[str, Buffer]) -> list[tuple[Buffer, bool]]:
-        """Inputs as the operands name them, then outputs; and whether it is one that is written."""
+    def _ordered_buffers(self, buffers: Mapping[str, Buffer]) -> list[tuple[Buffer, bool]]:
+        """Inputs in the order of the operands, then outputs, each with whether the routine writes the buffer."""
         inputs = [(buffers[name], False) for name in self.operands if not name.startswith(OUT)]
         return inputs + [(buffer, True) for name, buffer in buffers.items() if name.startswith(OUT)]
 
@@ -190,26 +194,26 @@ class LibraryRule:
             return IndexValue(self.evaluate(rest, values), kind)
         if kind in FLOATS:
             return Literal(self._number(rest, text), kind)
-        name, given = self._element(rest)
+        name, index_texts = self._element(rest)
         buffer = buffers[name]
-        indices = [self.evaluate(index, values) for index in given] or [sym(0)] * len(buffer.shape)
+        indices = [self.evaluate(index, values) for index in index_texts] or [sym(0)] * len(buffer.shape)
         if len(indices) != len(buffer.shape):
             raise self._error(f"argument {text!r} has {len(indices)} indices, but {name} has rank {len(buffer.shape)}")
         return AddressOf(buffer, tuple(indices), is_written=name.startswith(OUT))
 
 
-@lru_cache(maxsize=256)  # rules for several ranks have most of their texts in common
+@lru_cache(maxsize=256)  # rules of several ranks share most texts
 def _parsed(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
 
 
-def _near(word: str, known: Iterable[str]) -> str:
+def _suggestion(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else f", which is none of {', '.join(known)}"
 
 
-def _descriptions(operands: list[tuple[Buffer, bool]]) -> tuple[Value, ...]:
-    """How runtime/libraries.py reads the operands of a Python function: the words, and the addresses."""
+def _array_descriptors(operands: list[tuple[Buffer, bool]]) -> tuple[Value, ...]:
+    """Descriptors of the arrays of a Python function in the format of runtime/libraries.py, then the addresses."""
     words: list[Value] = [Literal(sum(3 + len(buffer.shape) for buffer, _ in operands), "int64")]
     for buffer, is_written in operands:
         words += [Literal(n, "int64") for n in (dtypes.ALL.index(buffer.dtype), is_written, len(buffer.shape))]
@@ -219,7 +223,7 @@ def _descriptions(operands: list[tuple[Buffer, bool]]) -> tuple[Value, ...]:
 
 
 def remaining_compares(expr: SymExpr, limits: Range, analyzer: Analyzer) -> list[tuple[SymExpr, str, int]]:
-    """What is not known about low <= expr <= high before run time: (expression, "ge" or "le", limit)."""
+    """Comparisons of low <= expr <= high that are left for run time: (expression, "ge" or "le", limit)."""
     (low, high), (lower, upper) = limits, analyzer.bounds(expr)
     compares = []
     if low is not None and (lower is None or lower < low):
@@ -230,7 +234,7 @@ def remaining_compares(expr: SymExpr, limits: Range, analyzer: Analyzer) -> list
 
 
 def can_hold(expr: SymExpr, limits: Range, analyzer: Analyzer) -> bool:
-    """Whether low <= expr <= high is not known to be false."""
+    """Whether low <= expr <= high may hold for some values of the symbols."""
     (low, high), (lower, upper) = limits, analyzer.bounds(expr)
     is_below = low is not None and upper is not None and upper < low
     return not is_below and not (high is not None and lower is not None and lower > high)

@@ -1,9 +1,9 @@
 """Merge the stages of one kernel: the loop nests of several programs, one after another over shared buffers.
 
-1. Injective intermediates are inlined: a load of one becomes the value that was stored there. One that is written in
-   parts (concat) splits the nest that reads it into as many, where that reads part by part.
-2. A row program that reads a costly intermediate in several stages keeps the row in a local one (rows.keep_row).
-3. What follows a reduction element by element moves into its spatial loops; its result becomes one local element:
+1. Injective intermediates are inlined: a load becomes the value that was stored there. An intermediate that is written
+   in parts (concatenation) splits a nest that reads it part by part into one nest per part.
+2. A row program that reads a costly intermediate in several stages stages the row in a local buffer (`stage_row`).
+3. Elementwise consumers of a reduction move into its spatial loops as an epilogue; the result becomes a local element:
 
     for i, j:                          for i, j:
         local e[]; e[] = 0                 local e[]; e[] = 0
@@ -12,11 +12,11 @@
     for i, j:
         out[i, j] = f(t[i, j])
 
-   in another order of the same elements too, where they still lie side by side, and what follows a row program into
-   the loop that writes its result.
+   also in another order of the same elements, where they stay contiguous. Consumers of a row program move into the loop
+   that writes its result.
 4. Nests that write several outputs become one nest that stores them one after another.
-5. Where that leaves several reductions, or a reduction that is read along its rows, the stages become a row program if
-   they share their rows (merge_rows.py).
+5. Where several reductions remain, or a reduction that is read along its rows, the stages become a row program if they
+   share their rows (merge_rows.py).
 """
 
 from __future__ import annotations
@@ -51,22 +51,25 @@ from relaxlite.passes.loops.row_program import (
     stage_row,
 )
 
-CHEAP_READS = 3  # cost of a value that may be computed again in each stage of a row program rather than kept
-CHEAP_OUTPUT = 4  # FLOPs of an output that are computed again where the next one needs it, rather than read back
+MAX_RECOMPUTE_COST = 3  # of a value that each stage of a row program recomputes; more is staged in a local row
+MAX_RECOMPUTE_FLOPS = 4  # of an output that the next output recomputes; more is loaded back
 _ANALYZER = Analyzer()
 
 
 class CannotMerge(Exception):
-    """Why stages do not become one kernel; the message is for a person."""
+    """Stages do not merge into one kernel; the message is the reason for the user."""
 
 
 def merge_stages(
     stages: Sequence[Stmt], intermediates: Sequence[Buffer], outputs: Sequence[Buffer]
 ) -> tuple[list[Stmt], tuple[Buffer, ...]]:
-    """The stages of one kernel that writes the outputs and no intermediate, and these outputs, of which a single one
-    may get another shape with the elements in the same order. Raises CannotMerge."""
+    """Merge stages into one kernel that writes the outputs and no intermediate.
+
+    Returns its stages and outputs; a single output may have another shape with the elements in the same order. Raises
+    CannotMerge.
+    """
     try:
-        return _merged(stages, intermediates, outputs)
+        return _merge(stages, intermediates, outputs)
     except CannotMerge:
         inlined = _inline_in_place(list(stages), intermediates)
         checks = [s for s in inlined if isinstance(s, Check)]
@@ -76,23 +79,23 @@ def merge_stages(
         return [*checks, rows.nest], tuple(outputs)
 
 
-def _merged(
+def _merge(
     stages: Sequence[Stmt], intermediates: Sequence[Buffer], outputs: Sequence[Buffer]
 ) -> tuple[list[Stmt], tuple[Buffer, ...]]:
-    merged = _inline(_keep_rows(list(stages), intermediates), intermediates)
+    merged = _inline(_stage_rows(list(stages), intermediates), intermediates)
     checks = [s for s in merged if isinstance(s, Check)]
-    late = next((b.name for check in checks for b in outputs if b in _read(check)), None)
-    if late is not None:
-        raise CannotMerge(f"{late} is checked before all loops")
+    checked_output = next((b.name for check in checks for b in outputs if b in _read(check)), None)
+    if checked_output is not None:
+        raise CannotMerge(f"{checked_output} is checked before all loops")
     merged = _merge_around_anchor([s for s in merged if not isinstance(s, Check)], outputs)
     if len(outputs) > 1 and len(merged) > 1:
         merged = [_one_nest(merged)]
-    left = {b.name for s in merged for b in _written(s) & set(intermediates)}
-    if left:
-        raise CannotMerge(f"{', '.join(sorted(left))} would have to be stored")
-    own = {inner.buffer for s in merged for inner in walk_stmts(s) if isinstance(inner, Allocate)}
-    written = {b for s in merged for b in _written(s)} - own
-    if len(outputs) == 1 and outputs[0] not in written:  # a reshaped epilogue: `_in_place_of`
+    stored_intermediates = {b.name for s in merged for b in _written(s) & set(intermediates)}
+    if stored_intermediates:
+        raise CannotMerge(f"{', '.join(sorted(stored_intermediates))} would have to be stored")
+    allocated = {inner.buffer for s in merged for inner in walk_stmts(s) if isinstance(inner, Allocate)}
+    written = {b for s in merged for b in _written(s)} - allocated
+    if len(outputs) == 1 and outputs[0] not in written:  # a reshaped epilogue: `_reshaped_store`
         return [*checks, *merged], tuple(written)
     return [*checks, *merged], tuple(outputs)
 
@@ -105,60 +108,64 @@ def _read(stage: Stmt) -> set[Buffer]:
     return {load.buffer for load in loads(stage)}
 
 
-def _keep_rows(stages: list[Stmt], intermediates: Sequence[Buffer]) -> list[Stmt]:
-    """Row programs that compute each element of a costly intermediate once."""
+def _stage_rows(stages: list[Stmt], intermediates: Sequence[Buffer]) -> list[Stmt]:
+    """Stage costly intermediates of row programs in local rows, so that each element is computed once."""
     writers = [s for b in intermediates for s in stages if b in _written(s)]
     cost = sum(stmt_flops(s) + len(set(loads(s))) - 1 for s in writers)
-    done: list[Stmt] = []
+    result: list[Stmt] = []
     for stage in stages:
         rows = match_row_program(stage)
         for buffer in intermediates if rows is not None else ():
-            readings = sum(any(x.buffer is buffer for x in loads(s)) for s in rows.stages) if rows is not None else 0
-            if rows is not None and (readings - 1) * cost > CHEAP_READS:
+            num_readers = sum(any(x.buffer is buffer for x in loads(s)) for s in rows.stages) if rows is not None else 0
+            if rows is not None and (num_readers - 1) * cost > MAX_RECOMPUTE_COST:
                 rows = stage_row(rows, buffer) or rows
-        done.append(stage if rows is None else rows.nest)
-    return done
+        result.append(stage if rows is None else rows.nest)
+    return result
 
 
 # Inlining
 
 
 def _inline(stages: list[Stmt], intermediates: Sequence[Buffer]) -> list[Stmt]:
-    """Inline every intermediate that injective stages compute, the last first: then all that a stage reads of one
-    element is one shared value, where each inlined reader of it would bring a copy, and copies of its copies."""
+    """Inline every intermediate that injective stages compute, the last first.
+
+    In this order all loads of one element share one value; the reverse order would duplicate values.
+    """
     for buffer in reversed(intermediates):
         writers = [s for s in stages if buffer in _written(s)]
-        others = [s for s in stages if s not in writers]
+        rest = [s for s in stages if s not in writers]
         if len(writers) == 1 and injective_store(perfect_nest(writers[0])) is not None:
             inliner = _Inline(buffer, writers[0])
-            stages = [inliner.stmt(s) for s in others]
+            stages = [inliner.stmt(s) for s in rest]
         elif len(writers) > 1:
             parts = concat_parts(writers)
             if parts is None:
                 raise CannotMerge(f"{buffer.name} is written by several stages")
-            stages = [new for s in others for new in ([s] if buffer not in _read(s) else _by_parts(s, buffer, parts))]
+            stages = [new for s in rest for new in ([s] if buffer not in _read(s) else _by_parts(s, buffer, parts))]
     return stages
 
 
 def _inline_in_place(stages: list[Stmt], intermediates: Sequence[Buffer]) -> list[Stmt]:
-    """Inline the intermediates that one stage reads, once for each element."""
+    """Inline the intermediates that one stage reads once per element."""
     for buffer in reversed(intermediates):
         writers, readers = ([s for s in stages if buffer in result(s)] for result in (_written, _read))
         if len(writers) != 1 or len(readers) != 1 or injective_store(perfect_nest(writers[0])) is None:
             continue
         rows = match_row_program(readers[0])
-        read = [s for s in (readers if rows is None else rows.stages) if buffer in _read(s)]
-        around = [s for s in walk_stmts(readers[0]) if isinstance(s, For)]
-        loops = around if rows is None else [*rows.spatial, rows.final]
-        if len(read) == 1 and product(loop.extent for loop in loops) is product(buffer.shape):
+        reading_stages = [s for s in (readers if rows is None else rows.stages) if buffer in _read(s)]
+        enclosing_loops = [s for s in walk_stmts(readers[0]) if isinstance(s, For)]
+        loops = enclosing_loops if rows is None else [*rows.spatial, rows.final]
+        if len(reading_stages) == 1 and product(loop.extent for loop in loops) is product(buffer.shape):
             inliner = _Inline(buffer, writers[0])
             stages = [inliner.stmt(s) for s in stages if s is not writers[0]]
     return stages
 
 
 class _Inline(ProgramRewriter):
-    """Replaces loads of a buffer by the value its producer stores; the producer's data-dependent indices and checks are
-    bound round the consuming store."""
+    """Replace loads of a buffer by the value that its producer stores.
+
+    Data-dependent indices and checks of the producer enclose the consuming store.
+    """
 
     def __init__(self, buffer: Buffer, producer: Stmt) -> None:
         super().__init__()
@@ -175,8 +182,8 @@ class _Inline(ProgramRewriter):
         return self._values[value.indices]
 
     def _produce(self, load: Load) -> Value:
-        at = dict(zip(self._nest.vars, load.indices, strict=True))
-        body = Substitute(at, fresh=True).stmt(self._nest.body)
+        substitution = dict(zip(self._nest.vars, load.indices, strict=True))
+        body = Substitute(substitution, fresh=True).stmt(self._nest.body)
         while not isinstance(body, Store):
             if isinstance(body, LetIndex):
                 self._wrappers.append(partial(LetIndex, body.var, body.value))
@@ -199,15 +206,15 @@ class _Inline(ProgramRewriter):
 
 
 def _by_parts(stage: Stmt, buffer: Buffer, parts: Sequence[ConcatPart]) -> list[Stmt]:
-    """A nest that reads a buffer written in parts, as one nest for each part, with the part's value in place of loads:
+    """Split a nest that reads a buffer written in parts into one nest per part, without loads of the buffer:
 
     for j in a: t[j] = x[j]              for j in a: out[j] = f(x[j])
     for j in b: t[j + a] = y[j]    =>    for j in b: out[j + a] = f(y[j])
     for j in a + b: out[j] = f(t[j])
     """
     nest, axis = perfect_nest(stage), parts[0].axis
-    found = {load.indices[axis] for load in loads(stage) if load.buffer is buffer}
-    along = next((loop for loop in nest.loops if found == {loop.var}), None)
+    indices = {load.indices[axis] for load in loads(stage) if load.buffer is buffer}
+    along = next((loop for loop in nest.loops if indices == {loop.var}), None)
     if along is None or plain_store(nest) is None:
         raise CannotMerge(f"{buffer.name} is joined of parts and not read part by part")
     if not _ANALYZER.can_prove_equal(along.extent, buffer.shape[axis]):
@@ -217,7 +224,7 @@ def _by_parts(stage: Stmt, buffer: Buffer, parts: Sequence[ConcatPart]) -> list[
         loop = replace(part.nest.loops[axis], var=SymVar(along.var.name))
         body = Substitute({along.var: loop.var + part.offset}).stmt(nest.body)
         at_loop = Buffer(buffer.name, part.nest.shape, buffer.dtype)
-        body = _MoveLoads(buffer, at_loop, axis, part.offset).stmt(body)
+        body = _ShiftLoads(buffer, at_loop, axis, part.offset).stmt(body)
         for outer in reversed(nest.loops):
             body = replace(loop, body=body) if outer is along else replace(outer, body=body)
         store = replace(part.store, buffer=at_loop, indices=part.nest.vars)
@@ -226,8 +233,8 @@ def _by_parts(stage: Stmt, buffer: Buffer, parts: Sequence[ConcatPart]) -> list[
     return result
 
 
-class _MoveLoads(ProgramRewriter):
-    """Loads of one buffer become loads of another, `offset` less along an axis."""
+class _ShiftLoads(ProgramRewriter):
+    """Replace loads of a buffer by loads of another buffer at indices `offset` lower along an axis."""
 
     def __init__(self, old: Buffer, new: Buffer, axis: int, offset: SymExpr) -> None:
         super().__init__()
@@ -241,7 +248,7 @@ class _MoveLoads(ProgramRewriter):
 
 
 class _ReplacementOf(ProgramRewriter):
-    """One store in place of another."""
+    """Replace one store by another."""
 
     def __init__(self, old: Store, new: Store) -> None:
         super().__init__()
@@ -251,12 +258,14 @@ class _ReplacementOf(ProgramRewriter):
         return self._new if stmt is self._old else super().stmt(stmt)
 
 
-# Reductions and row programs, and what stands round them
+# Reductions and row programs with their producers and consumers
 
 
 def _merge_around_anchor(stages: list[Stmt], outputs: Sequence[Buffer]) -> list[Stmt]:
-    """The reduction or row program among the stages takes in those that follow it, and a row program those outputs
-    before it that it reads."""
+    """Fuse the stages around a reduction or row program into it.
+
+    A row program also takes in the producers of outputs that it reads.
+    """
     for k, anchor in enumerate(stages):
         rows, reduction = match_row_program(anchor), reduction_of(anchor)
         if rows is None and reduction is None:
@@ -272,7 +281,7 @@ def _merge_around_anchor(stages: list[Stmt], outputs: Sequence[Buffer]) -> list[
         if before:
             raise CannotMerge(f"{_name_of(before[0])} is stored in loops of its own before the reduction")
         assert isinstance(reduction.final, Store)
-        final = _finals(reduction.final, reduction.spatial, after, outputs)
+        final = _epilogue_stmts(reduction.final, reduction.spatial, after, outputs)
         block: Stmt = replace(reduction, final=final).block
         for loop in reversed(reduction.spatial):
             block = replace(loop, body=block)
@@ -282,14 +291,14 @@ def _merge_around_anchor(stages: list[Stmt], outputs: Sequence[Buffer]) -> list[
 
 def _rows_with_epilogue(rows: RowProgram, after: Sequence[Stmt], outputs: Sequence[Buffer]) -> Stmt:
     return (
-        replace_result_store(rows, _finals(rows.result, (*rows.spatial, rows.final), after, outputs))
+        replace_result_store(rows, _epilogue_stmts(rows.result, (*rows.spatial, rows.final), after, outputs))
         if after
         else rows.nest
     )
 
 
 def _with_output_before(rows: RowProgram, stage: Stmt) -> RowProgram:
-    """A nest that computes an output which the row program reads becomes a stage that writes it row by row."""
+    """Fuse a nest that computes an output read by the row program: it becomes a stage of the row program."""
     nest = perfect_nest(stage)
     store = injective_store(nest)
     result = None if store is None else fuse_producer(rows, nest.loops, store)
@@ -298,66 +307,69 @@ def _with_output_before(rows: RowProgram, stage: Stmt) -> RowProgram:
     return result
 
 
-def _finals(result: Store, loops: Sequence[For], after: Sequence[Stmt], outputs: Sequence[Buffer]) -> Stmt:
-    """The statements that take the place of the store of a result: that itself where it is an output, and each nest
-    that follows, at the same element. A nest reads the value that the one before has computed."""
-    done: list[Stmt] = [result] if result.buffer in outputs else []
-    known = {result.buffer: _element_value(result, result.buffer in outputs)}
-    places = {result.buffer: result.indices}
+def _epilogue_stmts(result: Store, loops: Sequence[For], after: Sequence[Stmt], outputs: Sequence[Buffer]) -> Stmt:
+    """Statements that replace the store of a result.
+
+    First the store itself if the result is an output, then the body of each following nest at the same element, with
+    forwarded values.
+    """
+    stmts: list[Stmt] = [result] if result.buffer in outputs else []
+    values = {result.buffer: _forwarded_value(result, result.buffer in outputs)}
+    indices_of = {result.buffer: result.indices}
     for stage in after:
         nest = perfect_nest(stage)
-        read = next((x for x in loads(stage) if x.buffer in known), None)
+        read = next((x for x in loads(stage) if x.buffer in values), None)
         if read is None or injective_store(nest) is None:
             raise CannotMerge(f"{_name_of(stage)} is not computed element by element from {result.buffer.name}")
-        at = element_of(nest, read, places[read.buffer])
-        if at is None:
+        substitution = element_of(nest, read, indices_of[read.buffer])
+        if substitution is None:
             raise CannotMerge(f"{_name_of(stage)} does not read each element of {read.buffer.name} once")
-        body = Substitute(at).stmt(nest.body)
+        body = Substitute(substitution).stmt(nest.body)
         for load in loads(body):
-            if load.buffer in known and not _is_element(load, places[load.buffer]):
+            if load.buffer in values and not _reads_element(load, indices_of[load.buffer]):
                 raise CannotMerge(f"{_name_of(stage)} reads {load.buffer.name} at other indices than it writes")
-        body = _Replace(known).stmt(body)
-        last = plain_store(Nest((), body))
-        assert last is not None
-        if last.indices != result.indices:
+        body = _ReplaceBufferLoads(values).stmt(body)
+        store = plain_store(Nest((), body))
+        assert store is not None
+        if store.indices != result.indices:
             if len(outputs) > 1:
                 raise CannotMerge(f"{_name_of(stage)} has another shape than {result.buffer.name}")
-            stored = _in_place_of(result, last)
-            body, last = _ReplacementOf(last, stored).stmt(body), stored
-        done.append(body)
-        known[last.buffer], places[last.buffer] = _element_value(last, is_stored=True), last.indices
-    return seq(*done)
+            stored = _reshaped_store(result, store)
+            body, store = _ReplacementOf(store, stored).stmt(body), stored
+        stmts.append(body)
+        values[store.buffer], indices_of[store.buffer] = _forwarded_value(store, is_stored=True), store.indices
+    return seq(*stmts)
 
 
-def _in_place_of(result: Store, store: Store) -> Store:
+def _reshaped_store(result: Store, store: Store) -> Store:
     """A store of the same elements in another shape as one in the shape of the result, whose loops it shares."""
     shape = result.buffer.shape
-    if not _equal(_position(store.buffer.shape, store.indices), _position(shape, result.indices)):
+    if not _equal(_flat_position(store.buffer.shape, store.indices), _flat_position(shape, result.indices)):
         raise CannotMerge(f"{store.buffer.name} would not be stored side by side")
     return replace(store, buffer=replace(store.buffer, shape=shape), indices=result.indices)
 
 
-def _element_value(store: Store, is_stored: bool) -> Value:
-    """What a later statement uses for the stored element: the value, or the element where computing it costs more."""
-    cheap = not is_stored or stmt_flops(store) <= CHEAP_OUTPUT
-    return store.value if cheap else Load(store.buffer, store.indices)
+def _forwarded_value(store: Store, is_stored: bool) -> Value:
+    """Value that later statements use for a stored element: the stored expression, or a load if that is cheaper."""
+    is_recomputed = not is_stored or stmt_flops(store) <= MAX_RECOMPUTE_FLOPS
+    return store.value if is_recomputed else Load(store.buffer, store.indices)
 
 
 def element_of(nest: Nest, read: Load, place: Sequence[SymExpr]) -> dict[SymVar, SymExpr] | None:
-    """The loop variables of a nest at which it reads the element at `place`, where it reads each element of the buffer
-    once: in order, transposed or reshaped. None: it reads them otherwise.
+    """Solve for the loop variables of a nest at which it reads the element at the indices `place`.
 
-    The position that is read is a sum of variables times strides. Sorted by these, the loops count in a mixed radix
-    through all elements; its digits at the position of `place` are what the variables are there.
+    None unless the nest reads each element of the buffer once: in order, transposed or reshaped. The flat position of
+    the load is a sum of variables times strides. Sorted by stride, the loops count all elements in a mixed radix; the
+    digits of the flat position of `place` are the loop variables.
     """
     shape = read.buffer.shape
     if read.indices == nest.vars and all(map(_equal, nest.shape, shape)):
         return dict(zip(nest.vars, place, strict=True))
     position = flat_offset(shape, read.indices)
     strides = {loop: coefficient(position, loop.var) for loop in nest.loops if as_int(loop.extent) != 1}
-    at: dict[SymVar, SymExpr] = {loop.var: sym(0) for loop in nest.loops if loop not in strides}
+    solution: dict[SymVar, SymExpr] = {loop.var: sym(0) for loop in nest.loops if loop not in strides}
     order: list[For] = []
-    width, rest = sym(1), substitute(position, at)
+    width, rest = sym(1), substitute(position, solution)
     while len(order) < len(strides):
         loop = next((x for x, s in strides.items() if x not in order and s is not None and _equal(s, width)), None)
         if loop is None:
@@ -368,29 +380,29 @@ def element_of(nest: Nest, read: Load, place: Sequence[SymExpr]) -> dict[SymVar,
     if not _equal(width, product(shape)) or not _equal(rest, sym(0)):
         return None
     digits = reshape_index(tuple(loop.extent for loop in order), shape, place)
-    at.update({loop.var: digit for loop, digit in zip(order, digits, strict=True)})
-    return at
+    solution.update({loop.var: digit for loop, digit in zip(order, digits, strict=True)})
+    return solution
 
 
 def _equal(a: SymExpr, b: SymExpr) -> bool:
     return a is b or _ANALYZER.can_prove_equal(a, b)
 
 
-def _is_element(load: Load, place: Sequence[SymExpr]) -> bool:
-    """Whether the load reads the element at a place."""
+def _reads_element(load: Load, indices: Sequence[SymExpr]) -> bool:
+    """Whether the load reads the element at these indices."""
     shape = load.buffer.shape
-    if all(a is b or as_int(d) == 1 for a, b, d in zip(load.indices, place, shape, strict=True)):
+    if all(a is b or as_int(d) == 1 for a, b, d in zip(load.indices, indices, shape, strict=True)):
         return True
-    return _equal(_position(shape, load.indices), _position(shape, place))
+    return _equal(_flat_position(shape, load.indices), _flat_position(shape, indices))
 
 
-def _position(shape: Sequence[SymExpr], indices: Sequence[SymExpr]) -> SymExpr:
-    """Where the element lies; an index into a dimension of one is 0."""
+def _flat_position(shape: Sequence[SymExpr], indices: Sequence[SymExpr]) -> SymExpr:
+    """Flat position of an element; indices into dimensions of size 1 count as 0."""
     return flat_offset(shape, [sym(0) if as_int(d) == 1 else i for d, i in zip(shape, indices, strict=True)])
 
 
-class _Replace(ProgramRewriter):
-    """Replaces every load of a buffer by one value."""
+class _ReplaceBufferLoads(ProgramRewriter):
+    """Replace every load of a buffer by one value."""
 
     def __init__(self, by: dict[Buffer, Value]) -> None:
         super().__init__()
@@ -404,7 +416,7 @@ class _Replace(ProgramRewriter):
 
 
 def _one_nest(stages: Sequence[Stmt]) -> Stmt:
-    """Nests over the same elements as one nest; a later one may read what an earlier one stores."""
+    """Merge nests over the same elements into one nest; a later nest may read what an earlier one stores."""
     first = perfect_nest(stages[0])
     bodies: list[Stmt] = []
     written: dict[Buffer, tuple[SymExpr, ...]] = {}
@@ -432,4 +444,5 @@ def _same_extents(a: Sequence[For], b: Sequence[For]) -> bool:
 
 
 def _name_of(stage: Stmt) -> str:
+    """Names of the global buffers that a stage writes, for messages."""
     return ", ".join(dict.fromkeys(store.buffer.name for store in stores(stage) if store.buffer.scope == "global"))

@@ -1,14 +1,14 @@
-"""Two products of one operand, of which only the second result is kept, become one kernel: gated layers.
+"""Fuse two products of one operand into one kernel where only the second result has other uses: gated layers.
 
     up = x @ b;  out = silu(x @ a) * up
         =>  for i, j: { e[]; e = 0; for k: e += x[i, k]*b[k, j]; { f[]; f = 0; for k: f += x[i, k]*a[k, j]
                         out[i, j] = silu(f) * e } }
 
-Register tiles take the steps of both sums in one loop (pair_tile.py): what is read of x serves both, and the
+Register tiles take the steps of both sums in one loop (pair_tile.py): both sums share the loads of x, and the
 intermediate result is never stored. The first product may have an epilogue of its own, such as a bias or an activation.
 
-Products with constant weights that may be computed in another way (winograd_products.py, int16_products.py) stay apart:
-that is 1.3 times as fast, and what a pair saves are some percent.
+Products with constant weights that a faster strategy computes (winograd_products.py, int16_products.py) stay apart, as
+that strategy saves more than a pair (docs/measurements/passb.md).
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ _FLOAT_BYTES = 4
 
 
 def pair_products(module: IRModule, context: PassContext) -> IRModule:
-    """Gated layers become one kernel each."""
+    """Fuse the two products of a gated layer into one kernel."""
 
     products = {name for name, program in module.programs().items() if _is_product(program)}
-    ways = ProductStrategies(module, context)
+    strategies = ProductStrategies(module, context)
 
     def change(
-        block: Block, uses: Mapping[Var, int], table: ProgramTable, *, ways: Sequence[WeightStrategy]
+        block: Block, uses: Mapping[Var, int], table: ProgramTable, *, strategies: Sequence[WeightStrategy]
     ) -> Sequence[Binding]:
+        """Fuse the pairs of products of one block."""
         bindings: dict[Var, Binding] = {b.var: b for b in block.bindings}
         sites = {site.var: site for site in call_sites(block.bindings, module) if site.call.callee.name in products}
         for second in list(sites.values()):
@@ -55,7 +56,7 @@ def pair_products(module: IRModule, context: PassContext) -> IRModule:
                 first = sites.get(arg) if isinstance(arg, Var) else None
                 if first is None or second.var not in sites or uses[first.var] != 1:
                     continue
-                result = _pair(first, second, ways, table, context)
+                result = _pair(first, second, strategies, table, context)
                 if result is not None:
                     bindings[second.var] = result
                     del bindings[first.var], sites[first.var], sites[second.var]
@@ -63,7 +64,7 @@ def pair_products(module: IRModule, context: PassContext) -> IRModule:
 
     result = module
     for name in module.functions():
-        result = map_blocks(result, partial(change, ways=ways.of(name)), [name])
+        result = map_blocks(result, partial(change, strategies=strategies.of(name)), [name])
     return result
 
 
@@ -75,21 +76,21 @@ def _is_product(program: TensorProgram) -> bool:
 
 
 def _pair(
-    first: CallSite, second: CallSite, ways: Sequence[WeightStrategy], table: ProgramTable, context: PassContext
+    first: CallSite, second: CallSite, strategies: Sequence[WeightStrategy], table: ProgramTable, context: PassContext
 ) -> Let | None:
-    """The second call, computing what the first one gave it on its own; None where that is no pair of products."""
+    """The second call with the first product fused into it; None where the calls are no pair of products."""
     parts = ProgramInstances()
     stages = [s for site in (first, second) for s in parts.stages(site)]
     checks = [s for s in stages if isinstance(s, Check)]
     reductions = [reduction_of(s) for s in stages if not isinstance(s, Check)]
-    between = parts.buffers[first.var]
+    intermediate = parts.buffers[first.var]
     if len(reductions) != 2 or reductions[0] is None or reductions[1] is None:
         return None
-    if any(load.buffer is between for load in loads(reductions[1].update)):
+    if any(load.buffer is intermediate for load in loads(reductions[1].update)):
         return None  # one product after another
-    result = _paired(reductions[0], reductions[1], between, context.target)
-    if not isinstance(result, str) and (way := strategy_for((first, second), ways)) is not None:
-        result = f"each alone is one of {way.name}, which is faster"
+    result = _merge_reductions(reductions[0], reductions[1], intermediate, context.target)
+    if not isinstance(result, str) and (strategy := strategy_for((first, second), strategies)) is not None:
+        result = f"each alone is one of {strategy.name}, which is faster"
     subject = f"{first.var.name} and {second.var.name}"
     if isinstance(result, str):
         context.decide("pair_products", subject, False, result)
@@ -105,8 +106,8 @@ def _pair(
     return Let(second.var, replace(call, loc=second.call.loc))
 
 
-def _paired(first: Reduction, second: Reduction, between: Buffer, target: Target) -> Stmt | str:
-    """One nest of both reductions, or why there is none."""
+def _merge_reductions(first: Reduction, second: Reduction, intermediate: Buffer, target: Target) -> Stmt | str:
+    """One nest of both reductions; the reason as text where that is impossible."""
     if len(first.spatial) != len(second.spatial):
         return "their results differ in rank"
     loops = list(zip(first.spatial, second.spatial, strict=True))
@@ -116,21 +117,21 @@ def _paired(first: Reduction, second: Reduction, between: Buffer, target: Target
     loops += zip(*inner, strict=True)
     if not all(_ANALYZER.can_prove_equal(a.extent, b.extent) for a, b in loops):
         return "their loops are not of the same lengths"
-    if not _is_plain(first.update) or not _is_plain(second.update):
+    if not _is_product_of_elements(first.update) or not _is_product_of_elements(second.update):
         return "they sum up more than products of two elements"
-    same = {a.var: b.var for a, b in loops}
-    update = Substitute(same).stmt(first.update)
-    read = {(load.buffer, load.indices) for load in loads(update)}
-    if not read & {(load.buffer, load.indices) for load in loads(second.update)}:
+    loop_vars = {a.var: b.var for a, b in loops}
+    update = Substitute(loop_vars).stmt(first.update)
+    first_loads = {(load.buffer, load.indices) for load in loads(update)}
+    if not first_loads & {(load.buffer, load.indices) for load in loads(second.update)}:
         return "their sums share no operand"
     final = Substitute({a.var: b.var for a, b in loops[: len(first.spatial)]}).stmt(first.final)
-    places = tuple(loop.var for loop in second.spatial)
-    if not isinstance(final, Store) or final.buffer is not between or final.indices != places:
+    indices = tuple(loop.var for loop in second.spatial)
+    if not isinstance(final, Store) or final.buffer is not intermediate or final.indices != indices:
         return "the first result is not one element per sum"
-    if any(load.buffer is between and load.indices != places for load in loads(second.final)):
+    if any(load.buffer is intermediate and load.indices != indices for load in loads(second.final)):
         return "the second reads the first one's result elsewhere than at its own element"
     steps = nest([b for _, b in loops[len(first.spatial) :]], update)
-    last = ReplaceLoads(between, final.value).stmt(second.final)
+    last = ReplaceLoads(intermediate, final.value).stmt(second.final)
     block = replace(second, final=last).block
     code = nest(second.spatial, replace(first, inner=steps, final=block).block)
     tiles = reduction_block(code)
@@ -140,8 +141,8 @@ def _paired(first: Reduction, second: Reduction, between: Buffer, target: Target
     return code
 
 
-def _is_plain(update: Store) -> bool:
-    """e += a * b of elements as they are stored, or widened: what register tiles of a pair take."""
+def _is_product_of_elements(update: Store) -> bool:
+    """Whether a store is e += a * b of elements, as stored or converted, as register tiles of a pair require."""
     value = update.value
     return isinstance(value, Binary) and value.op == "mul" and _is_element(value.a) and _is_element(value.b)
 

@@ -1,11 +1,11 @@
-"""Let tensors pass a MatchShape: what reads the matched tensor reads its source, so that both may become one kernel.
+"""Replace a matched tensor by the source of its MatchShape, so that producer and consumer may fuse.
 
     b = match_shape(a, (m, 4))             _ = match_shape(shape(n), (m))
     c = relu(b)                     =>     c = relu(a)                  with n in place of m from there on
 
-for a tensor `a` of the known shape (n, 4), where nothing is left to check: m is defined here, and what its declaration
-promises is proven of n. A size that must be compared at run time keeps its check, and the tensor behind it; so does a
-symbol that is short for a long expression.
+This applies to a tensor `a` of the known shape (n, 4) where no run-time check remains: m is defined by this match, and
+n provably satisfies the bounds and the divisor of m. A size that must be compared at run time keeps its check and the
+matched tensor, and so does a symbol that abbreviates a long expression.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from relaxlite.ir.expr import (
     Var,
 )
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.simplify import is_long
+from relaxlite.ir.simplify import has_many_atoms
 from relaxlite.ir.symbolic import SymExpr, SymVar, substitute
 from relaxlite.ir.types import ShapeType, TensorType, type_symbols
 from relaxlite.ir.visitor import bodies, map_functions, substitute_type
@@ -40,9 +40,10 @@ _ANALYZER = Analyzer()
 
 
 def resolve_matches(module: IRModule, context: PassContext) -> IRModule:
-    """Readers of a matched tensor read the source of its MatchShape, which then keeps no programs apart."""
+    """Replace uses of a matched tensor by the source of its MatchShape, which then no longer separates programs."""
 
     def resolved(function: Function) -> Function:
+        """The function with matched tensors replaced."""
         if not any(isinstance(b, MatchShape) for body in bodies(function) for b in body.bindings()):
             return function
         return replace(function, body=_Resolve(function, context).body(function.body))
@@ -51,7 +52,7 @@ def resolve_matches(module: IRModule, context: PassContext) -> IRModule:
 
 
 class _Resolve:
-    """Rewrites a function from its first binding on, with what the symbols and variables seen so far have become."""
+    """Rewriter of one function in order of bindings, with the replacements of symbols and variables so far."""
 
     def __init__(self, function: Function, context: PassContext) -> None:
         self._context = context
@@ -78,40 +79,40 @@ class _Resolve:
             value = self._expr(binding.value)
             return (Let(self._var(binding.var), value),)
         source, shape = self._expr(binding.source), self._dims(binding.shape)
-        result = replace(binding, source=source, shape=shape)
-        taken = self._resolved(result) if isinstance(source.ty, TensorType) else None
+        match = replace(binding, source=source, shape=shape)
+        values = self._resolved(match) if isinstance(source.ty, TensorType) else None
         self._defined.update(v for d in shape for v in d.free_vars())
-        if taken is None:
-            return (replace(result, var=self._var(binding.var)),)
-        self._symbols.update(taken)
+        if values is None:
+            return (replace(match, var=self._var(binding.var)),)
+        self._symbols.update(values)
         self._vars[binding.var] = source
-        if not taken:
+        if not values:
             return ()
-        symbols = tuple(taken)
+        symbols = tuple(values)
         var = Var(binding.var.name, ShapeType(symbols, len(symbols)), binding.var.loc)
-        return (MatchShape(var, ShapeValue(tuple(taken.values())), symbols, binding.loc),)
+        return (MatchShape(var, ShapeValue(tuple(values.values())), symbols, binding.loc),)
 
     def _resolved(self, match: MatchShape) -> dict[SymVar, SymExpr] | None:
-        """What the symbols that the match defines are, where this makes both shapes the same; else None."""
+        """Values of the symbols that a match defines, if they make both shapes equal; else None."""
         ty = match.source.ty
         assert isinstance(ty, TensorType)
-        reason, result = None, dict[SymVar, SymExpr]()
+        reason, values = None, dict[SymVar, SymExpr]()
         if ty.shape is None:
             reason = "only data tells the shape of its source"
-        for known, dim in zip(ty.shape or (), match.shape, strict=False):
-            if isinstance(dim, SymVar) and dim not in self._defined and dim not in result:
-                result[dim] = known
+        for size, dim in zip(ty.shape or (), match.shape, strict=False):
+            if isinstance(dim, SymVar) and dim not in self._defined and dim not in values:
+                values[dim] = size
                 if dim in self._in_loops:
                     reason = f"a loop binds {dim.name} anew"
-                elif not _keeps_promises(dim, known):
-                    reason = f"{dim.name} has bounds that are not proven of {known}"
-                elif is_long(known):
-                    reason = f"{dim.name} is short for {known}"
-            elif not _ANALYZER.can_prove_equal(known, substitute(dim, result)):
-                reason = f"{known} and {dim} are equal only by this check"
+                elif not _satisfies_declaration(dim, size):
+                    reason = f"{dim.name} has bounds that are not proven of {size}"
+                elif has_many_atoms(size):
+                    reason = f"{dim.name} is short for {size}"
+            elif not _ANALYZER.can_prove_equal(size, substitute(dim, values)):
+                reason = f"{size} and {dim} are equal only by this check"
         subject = f"{match.var.name} as its source"
         self._context.decide("resolve_matches", subject, reason is None, reason or "nothing is left to check")
-        return result if reason is None else None
+        return values if reason is None else None
 
     def _dims(self, dims: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
         return tuple(substitute(d, self._symbols) for d in dims)
@@ -147,7 +148,7 @@ class _Resolve:
         return expr
 
     def _branch(self, body: Body) -> Body:
-        """A nested body: what it defines ends with it."""
+        """Rewrite a nested body; its definitions end with it."""
         outer = self._symbols, self._vars, self._defined
         self._symbols, self._vars, self._defined = dict(self._symbols), dict(self._vars), set(self._defined)
         result = self.body(body)
@@ -155,8 +156,8 @@ class _Resolve:
         return result
 
 
-def _keeps_promises(symbol: SymVar, value: SymExpr) -> bool:
-    """Whether all that a symbol's declaration says is proven of a value."""
+def _satisfies_declaration(symbol: SymVar, value: SymExpr) -> bool:
+    """Whether a value provably satisfies the bounds and the divisor of a symbol."""
     if symbol.lower is not None and symbol.lower > 0 and not _ANALYZER.can_prove_le(symbol.lower, value):
         return False
     if symbol.upper is not None and not _ANALYZER.can_prove_le(value, symbol.upper):

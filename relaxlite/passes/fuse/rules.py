@@ -1,6 +1,6 @@
-"""When calls may become one kernel, and whether that pays.
+"""Legality rules of fusion, and verdicts on its cost.
 
-A rule gives the reason against merging, or None. What is legal, cost.py weighs.
+A `refuse_*` rule returns the reason against fusion, or None. cost.py weighs the cost of legal fusions.
 """
 
 from __future__ import annotations
@@ -20,36 +20,38 @@ from relaxlite.passes.fuse.cost import Verdict, Work, tensor_bytes, weigh
 from relaxlite.passes.loops.pattern import LoopPattern, reduction_of, top_stages
 from relaxlite.passes.loops.row_program import match_row_program
 
-READ_FLOPS = 4  # operations that cost no more than finding and reading a stored element
+READ_FLOPS = 4  # operations as cheap as the address and the load of a stored element
 
 # Legality
 
 
 def refuse_epilogue(node: Node, path: Sequence[Node]) -> str | None:
-    """What follows a reduction runs in its loops, element by element; those of a reshape are the same in another order.
-    Whether the loops merge is left to merge_stages.py to try."""
+    """Reason against running the consumers on `path` as an epilogue of a reduction.
+
+    An epilogue is elementwise, apart from reshapes. merge_stages.py decides whether the loops merge.
+    """
     analyzer, elements = Analyzer(), product(node.shape)
-    inside = {node.var, *(n.var for n in path)}
+    fused_vars = {node.var, *(n.var for n in path)}
     for other in path:
         if other.pattern > LoopPattern.INJECTIVE:
             return f"{other.var.name} is {other.pattern.name}, an epilogue must be elementwise"
         count = product(other.shape)
         if count is not elements and not analyzer.can_prove_equal(count, elements):
             return f"{other.var.name} has another shape than {node.var.name}"
-        checked = {load.buffer for s in top_stages(other.program) if isinstance(s, Check) for load in loads(s)}
-        if any(load.buffer in checked for load in loads_of(other, inside)):
+        checked_buffers = {load.buffer for s in top_stages(other.program) if isinstance(s, Check) for load in loads(s)}
+        if any(load.buffer in checked_buffers for load in loads_of(other, fused_vars)):
             return f"{other.var.name} checks its operand before its loops"
     return None
 
 
 def loads_of(node: Node, variables: set[Var]) -> list[Load]:
-    """The loads of a program that read an operand among these variables."""
+    """Loads of a program from operands among these variables."""
     buffers = {b for b, arg in zip(node.program.inputs, node.call.args, strict=True) if arg in variables}
     return [load for load in loads(node.program.body) if load.buffer in buffers]
 
 
 def refuse_injective(path: Sequence[Node], sink: Node) -> str | None:
-    """What may stand between a value that is inlined and where it ends up."""
+    """Reason against inlining a value along `path` into `sink`, by the patterns of the programs."""
     for other in path:
         limit = LoopPattern.ROW if other is sink else LoopPattern.CONCAT
         if other.pattern > limit:
@@ -58,8 +60,11 @@ def refuse_injective(path: Sequence[Node], sink: Node) -> str | None:
 
 
 def refuse_data_index(group: Group) -> str | None:
-    """An inlined index from data is bound, and checked, round the store that needs it: in front of what would guard it
-    in a Select, and inside the reduced loops, which are then no plain reduction any more."""
+    """Reason against inlining an index that is loaded from data.
+
+    The bounds check of the index encloses the store that uses the index: before a Select that would guard the access,
+    and inside reduced loops, which then no longer match a reduction.
+    """
     for node in group.nodes:
         if not _has_data_index(node.program):
             continue
@@ -72,12 +77,12 @@ def refuse_data_index(group: Group) -> str | None:
 
 
 def _downstream(node: Node, group: Group) -> list[Node]:
-    """Every call of the group that depends on the node."""
-    result = dict.fromkeys([node])
+    """Calls of the group that depend on the node."""
+    dependents = dict.fromkeys([node])
     for other in group.nodes:  # in order of position
-        if any(other in n.consumers for n in result):
-            result[other] = None
-    return list(result)[1:]
+        if any(other in n.consumers for n in dependents):
+            dependents[other] = None
+    return list(dependents)[1:]
 
 
 def _has_data_index(program: TensorProgram) -> bool:
@@ -85,26 +90,28 @@ def _has_data_index(program: TensorProgram) -> bool:
 
 
 def _reads_under_condition(node: Node, group: Group) -> bool:
-    """Whether a Select decides if the call reads some element of another call of the group at all."""
+    """Whether the call loads a result of the group only under the condition of a Select."""
     roots = [v for s in walk_stmts(node.program.body) for v in stmt_values(s)]
-    certain = {(load.buffer, load.indices) for root in roots for load in _certain_loads(root)}
+    certain = {(load.buffer, load.indices) for root in roots for load in _unconditional_loads(root)}
     return any((load.buffer, load.indices) not in certain for load in loads_of(node, {n.var for n in group.nodes}))
 
 
-def _certain_loads(value: Value) -> Iterator[Load]:
-    """The loads that happen whatever the Selects say."""
+def _unconditional_loads(value: Value) -> Iterator[Load]:
+    """Loads that happen for all conditions of Selects."""
     if isinstance(value, Load):
         yield value
     for child in (value.cond,) if isinstance(value, Select) else value_children(value):
-        yield from _certain_loads(child)
+        yield from _unconditional_loads(child)
 
 
 # Costs
 
 
 def inline_verdict(producer: Node, consumers: Sequence[Node], *, outputs: int = 1) -> Verdict:
-    """Whether the elements of a producer are computed where they are read, instead of stored and read again; those that
-    several consumers read at one place once for each output of their kernel."""
+    """Decide whether to compute a producer's elements where they are read, instead of storing and loading them.
+
+    Elements that several consumers read at the same index are computed once per output of their kernel.
+    """
     elements = product(producer.shape)
     in_place = [c for c in consumers if _reads_in_place(c, producer)]
     evaluations = sum((_evaluations(c, producer) for c in consumers if c not in in_place), sym(0))
@@ -116,47 +123,49 @@ def inline_verdict(producer: Node, consumers: Sequence[Node], *, outputs: int = 
     if evaluations is elements and all(p is parallel[0] for p in parallel):
         return Verdict(True, "each element is computed once and never stored", figures)
     read = sum((_bytes(a) for a in producer.group.inputs), sym(0))
-    apart = [Work(elements * operations, read + size, parallel[0])]
-    flops, moved = sym(0), sym(0)
-    for c, par in zip(consumers, parallel[1:], strict=True):
-        own = _flops(c)
-        others = sum((_bytes(a) for a in dict.fromkeys(c.call.args) if a is not producer.var), sym(0))
-        others = others + tensor_bytes(c.shape, _dtype(c))
-        apart.append(Work(own, others + size, par))
-        flops, moved = flops + own, moved + others
-    merged = Work(flops + evaluations * operations, moved + read, parallel[-1])
+    separate = [Work(elements * operations, read + size, parallel[0])]
+    flops, bytes_moved = sym(0), sym(0)
+    for c, iterations in zip(consumers, parallel[1:], strict=True):
+        consumer_flops = _flops(c)
+        other_bytes = sum((_bytes(a) for a in dict.fromkeys(c.call.args) if a is not producer.var), sym(0))
+        other_bytes = other_bytes + tensor_bytes(c.shape, _dtype(c))
+        separate.append(Work(consumer_flops, other_bytes + size, iterations))
+        flops, bytes_moved = flops + consumer_flops, bytes_moved + other_bytes
+    merged = Work(flops + evaluations * operations, bytes_moved + read, parallel[-1])
     if len(consumers) > 1:  # one kernel in any case: what counts is the producer
-        apart = [apart[0], Work(flops, moved + size, parallel[-1])]
-    return weigh(apart, merged, figures)
+        separate = [separate[0], Work(flops, bytes_moved + size, parallel[-1])]
+    return weigh(separate, merged, figures)
 
 
 def rows_verdict(groups: Sequence[Group], merged: Group) -> Verdict:
-    """Whether reductions of rows, and what is read along them, are faster row by row in one kernel."""
-    apart = []
+    """Decide whether row-wise reductions and the stages along their rows are faster as one row program."""
+    separate = []
     for group in groups:
         anchors = [n for n in group.nodes if n.pattern >= LoopPattern.REDUCTION]
         flops = sum((_flops(n) for n in group.nodes), sym(0))
-        apart.append(Work(flops, _moved(group), _parallel(anchors[0] if anchors else group.nodes[-1])))
+        separate.append(Work(flops, _bytes_moved(group), _parallel(anchors[0] if anchors else group.nodes[-1])))
     anchor = next(n for n in merged.nodes if n.pattern >= LoopPattern.REDUCTION)
-    together = Work(sum((w.flops for w in apart), sym(0)), _moved(merged), _parallel(anchor))
-    saved = sum((w.bytes for w in apart), sym(0)) - together.bytes
-    return weigh(apart, together, {"bytes_saved": saved})
+    fused = Work(sum((w.flops for w in separate), sym(0)), _bytes_moved(merged), _parallel(anchor))
+    bytes_saved = sum((w.bytes for w in separate), sym(0)) - fused.bytes
+    return weigh(separate, fused, {"bytes_saved": bytes_saved})
 
 
 def loses_threads(node: Node) -> bool:
-    """Whether what follows a call in its group's kernel runs in fewer independent iterations than on its own: row by
-    row, where the group holds a row program."""
+    """Whether fusion leaves the consumers of a call fewer independent iterations.
+
+    A row program runs consumers row by row.
+    """
     anchors = [n for n in node.group.nodes if n.pattern in (LoopPattern.REDUCTION, LoopPattern.ROW)]
     return bool(anchors) and _parallel(anchors[0]) is not product(node.shape)
 
 
-def _moved(group: Group) -> SymExpr:
-    """The bytes that a kernel reads and writes."""
+def _bytes_moved(group: Group) -> SymExpr:
+    """Bytes that a kernel reads and writes."""
     return sum((_bytes(x) for x in (*group.inputs, *(n.var for n in group.outs))), sym(0))
 
 
 def may_share_rows(group: Group) -> bool:
-    """Whether a group could be a row program: nothing in it but reductions, row programs and elementwise calls."""
+    """Whether a group may become a row program: only reductions, row programs and injective calls."""
     allowed = (LoopPattern.REDUCTION, LoopPattern.ROW)
     return all(
         (n.pattern <= LoopPattern.INJECTIVE or n.pattern in allowed) and not _has_data_index(n.program)
@@ -175,7 +184,7 @@ def _bytes(arg: object) -> SymExpr:
 
 @lru_cache(maxsize=4096)
 def _operations(program: TensorProgram) -> int:
-    """Of one element: FLOPs, and each load beyond the first."""
+    """Operations per element: FLOPs, and each load beyond the first."""
     return max(sum(stmt_flops(s) + len({(x.buffer, x.indices) for x in loads(s)}) - 1 for s in top_stages(program)), 0)
 
 
@@ -185,23 +194,23 @@ def _extent(loops: Sequence[Stmt], node: Node) -> SymExpr:
 
 
 def _evaluations(consumer: Node, producer: Node) -> SymExpr:
-    """How often the consumer reads elements of the producer."""
+    """Number of loads of the producer's elements by the consumer."""
     buffers = {b for b, a in zip(consumer.program.inputs, consumer.call.args, strict=True) if a is producer.var}
     total = sym(0)
     for stage in top_stages(consumer.program):
         rows = match_row_program(stage) if consumer.pattern == LoopPattern.ROW else None
         if rows is None:
-            read = {(x.buffer, x.indices) for x in loads(stage) if x.buffer in buffers}
-            around = [s for s in walk_stmts(stage) if isinstance(s, For)] if read else []
-        else:  # its stages read the row once: the first one keeps it for the others (merge_stages)
-            read = {(x.buffer, x.indices) for x in rows.loads() if x.buffer in buffers}
-            around = [*rows.spatial, rows.final]
-        total = total + _extent(around, consumer) * len(read)
+            accesses = {(x.buffer, x.indices) for x in loads(stage) if x.buffer in buffers}
+            enclosing = [s for s in walk_stmts(stage) if isinstance(s, For)] if accesses else []
+        else:  # a row program reads a row once and stages it (merge_stages.py)
+            accesses = {(x.buffer, x.indices) for x in rows.loads() if x.buffer in buffers}
+            enclosing = [*rows.spatial, rows.final]
+        total = total + _extent(enclosing, consumer) * len(accesses)
     return total
 
 
 def _reads_in_place(consumer: Node, producer: Node) -> bool:
-    """Whether each element of the consumer needs the same element of the producer, and no other."""
+    """Whether each element of the consumer reads exactly the element of the producer at the same indices."""
     read = loads_of(consumer, {producer.var})
     if consumer.pattern > LoopPattern.INJECTIVE or product(consumer.shape) is not product(producer.shape):
         return False
@@ -209,18 +218,18 @@ def _reads_in_place(consumer: Node, producer: Node) -> bool:
 
 
 def _flops(node: Node) -> SymExpr:
-    """What a call computes: the operations of each stage, as often as its loops run."""
+    """FLOPs of a call: operations of each stage times its iterations."""
     total = sym(0)
     for stage in top_stages(node.program):
-        around = [s for s in walk_stmts(stage) if isinstance(s, For)]
+        enclosing = [s for s in walk_stmts(stage) if isinstance(s, For)]
         if match_row_program(stage) is not None:
-            around = [*around[: len(match_row_program(stage).spatial)], around[-1]]  # type: ignore[union-attr]
-        total = total + _extent(around, node) * stmt_flops(stage)
+            enclosing = [*enclosing[: len(match_row_program(stage).spatial)], enclosing[-1]]  # type: ignore[union-attr]
+        total = total + _extent(enclosing, node) * stmt_flops(stage)
     return total
 
 
 def _parallel(node: Node) -> SymExpr:
-    """How many iterations of a call are independent of each other."""
+    """Number of independent iterations of a call."""
     if node.pattern < LoopPattern.REDUCTION:
         return product(node.shape)
     stage = top_stages(node.program)[-1]

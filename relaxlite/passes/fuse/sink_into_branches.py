@@ -1,6 +1,6 @@
-"""Move what only one branch of an If uses into that branch: there it fuses, and the other branch does not pay for it.
+"""Sink calls into the branch of an If that alone uses their results: they fuse there, the other branch skips them.
 
-Only calls that cannot fail move: one with a run-time check would raise its error in one branch alone.
+Only calls that cannot fail move: a run-time check would otherwise raise its error in one branch only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from relaxlite.passes.context import PassContext
 
 
 def sink_into_branches(module: IRModule, context: PassContext) -> IRModule:
-    """Move what only one branch of an If uses into that branch."""
+    """Move calls whose results only one branch of an If uses into that branch."""
 
     def sunk(function: Function) -> Function:
+        """The function with calls moved into branches."""
         body = _Sink(module, context).body(function.body)
         return function if body is function.body else replace(function, body=body)
 
@@ -30,40 +31,44 @@ def sink_into_branches(module: IRModule, context: PassContext) -> IRModule:
 
 
 class _Sink:
+    """Rewriter of one function; visits bindings from the last to the first."""
+
     def __init__(self, module: IRModule, context: PassContext) -> None:
         self._module, self._context = module, context
 
     def body(self, body: Body) -> Body:
-        """The body with each movable call inside of the one branch that uses it; the same object where none is."""
+        """Move each movable call of a body into the only branch that uses it; the same object if none moves."""
         if not any(inner_bodies(b.value) for b in body.bindings() if isinstance(b, Let)):
             return body
         moved: dict[tuple[Binding, int], list[Binding]] = {}
-        uses: dict[Var, list[tuple[Binding | None, int | None]]] = {}  # variable -> (binding, branch that it is in)
-        gone: set[Binding] = set()
+        uses: dict[Var, list[tuple[Binding | None, int | None]]] = {}  # variable -> (binding, number of the branch)
+        removed: set[Binding] = set()
         for var in used_vars(body.result):
             uses.setdefault(var, []).append((None, None))
         for binding in reversed(body.bindings()):
-            places = set(uses.get(binding.var, ()))
-            place = next(iter(places)) if len(places) == 1 else None
-            if place is not None and place[0] is not None and place[1] is not None and self._can_move(binding):
-                moved.setdefault((place[0], place[1]), []).insert(0, binding)
-                gone.add(binding)
-                self._note(binding, place[0], place[1])
-                self._use(binding, uses, place)
+            sites = set(uses.get(binding.var, ()))
+            site = next(iter(sites)) if len(sites) == 1 else None
+            if site is not None and site[0] is not None and site[1] is not None and self._can_move(binding):
+                moved.setdefault((site[0], site[1]), []).insert(0, binding)
+                removed.add(binding)
+                self._record_decision(binding, site[0], site[1])
+                self._record_uses(binding, uses, site)
             else:
-                self._use(binding, uses, None)
+                self._record_uses(binding, uses, None)
         blocks = tuple(
-            Block(tuple(self._inner(b, moved) for b in block.bindings if b not in gone), block.is_dataflow)
+            Block(tuple(self._rewrite_nested(b, moved) for b in block.bindings if b not in removed), block.is_dataflow)
             for block in body.blocks
         )
         return Body(tuple(b for b in blocks if b.bindings), body.result)
 
-    def _use(self, binding: Binding, uses: dict[Var, list[tuple[Binding | None, int | None]]], place: object) -> None:
-        """Note what a binding uses, where it stands or in the branches that it has."""
+    def _record_uses(
+        self, binding: Binding, uses: dict[Var, list[tuple[Binding | None, int | None]]], site: object
+    ) -> None:
+        """Record the variables that a binding uses, at its own position or in its branches."""
         value = binding.value if isinstance(binding, Let) else binding.source
-        if place is not None:
+        if site is not None:
             for var in used_vars(value):
-                uses.setdefault(var, []).append(place)  # type: ignore[arg-type]
+                uses.setdefault(var, []).append(site)  # type: ignore[arg-type]
             return
         branches = (value.then_body, value.else_body) if isinstance(value, If) else ()
         for k, branch in enumerate(branches):
@@ -77,17 +82,17 @@ class _Sink:
         if not isinstance(value, Call):
             return False
         if isinstance(value.callee, Op):
-            return value.callee.name == "reshape" and _keeps_count(value)
+            return value.callee.name == "reshape" and _keeps_num_elements(value)
         program = self._module.get(value.callee.name) if isinstance(value.callee, GlobalVar) else None
         return isinstance(program, TensorProgram) and not any(isinstance(s, Check) for s in walk_stmts(program.body))
 
-    def _note(self, binding: Binding, into: Binding, branch: int) -> None:
+    def _record_decision(self, binding: Binding, into: Binding, branch: int) -> None:
         which = "else" if branch else "then"
         subject = f"{binding.var.name} into the {which} branch of {into.var.name}"
         self._context.decide("sink_into_branches", subject, True, "only that branch uses it")
 
-    def _inner(self, binding: Binding, moved: dict[tuple[Binding, int], list[Binding]]) -> Binding:
-        """A binding with its nested bodies rewritten, what moved into them in front."""
+    def _rewrite_nested(self, binding: Binding, moved: dict[tuple[Binding, int], list[Binding]]) -> Binding:
+        """A binding with rewritten nested bodies, each after the calls that moved into it."""
         if isinstance(binding, MatchShape) or not inner_bodies(binding.value):
             return binding
         value = binding.value
@@ -96,15 +101,15 @@ class _Sink:
         assert isinstance(value, If)
         branches = []
         for k, branch in enumerate((value.then_body, value.else_body)):
-            front = moved.get((binding, k))
-            blocks = branch.blocks if front is None else (Block(tuple(front)), *branch.blocks)
+            sunk = moved.get((binding, k))
+            blocks = branch.blocks if sunk is None else (Block(tuple(sunk)), *branch.blocks)
             branches.append(self.body(Body(blocks, branch.result)))
         then_body, else_body = branches
         return Let(binding.var, replace(value, then_body=then_body, else_body=else_body))
 
 
-def _keeps_count(call: Call) -> bool:
-    """Whether a reshape is proven to have as many elements as its operand."""
+def _keeps_num_elements(call: Call) -> bool:
+    """Whether a reshape provably keeps the number of elements."""
     before, after = call.args[0].ty, call.ty
     if not isinstance(before, TensorType) or not isinstance(after, TensorType):
         return False

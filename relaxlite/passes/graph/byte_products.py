@@ -82,7 +82,7 @@ class _ByteProducts(Rewriter):
         super().bind(var, value)
         self._known.bind(var, value)
 
-    def concerns(self, value: Expr) -> bool:
+    def may_rewrite(self, value: Expr) -> bool:
         names = ("matmul_integer", "conv_integer", "dequantize_linear")
         return isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name in names
 

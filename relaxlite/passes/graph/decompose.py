@@ -25,13 +25,13 @@ def decompose(module: IRModule) -> IRModule:
 
 
 class _Decompose(Rewriter):
-    def concerns(self, value: Expr) -> bool:
+    def may_rewrite(self, value: Expr) -> bool:
         if not isinstance(value, Call) or not isinstance(value.callee, Op):
             return False
         return type(value.callee).decompose is not Op.decompose
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
-        if not self.concerns(value):
+        if not self.may_rewrite(value):
             return None
         assert isinstance(value, Call) and isinstance(value.callee, Op)
         return value.callee.decompose(self.bb, value)

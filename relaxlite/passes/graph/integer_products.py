@@ -39,7 +39,7 @@ _MIN_ROTATION = 4  # dp4a groups for which 8-bit activations are accurate enough
 _PAIRED_ROTATION = (
     4  # with maddubs: 16 bits hold a sum of two products after a rotation of 4 groups, one product after 8
 )
-_PAIRED_BITS = 7  # of codes whose products maddubs sums in pairs without overflow (codegen/llvm/byte_pairs.py)
+_PAIRED_BITS = 7  # of codes whose products maddubs sums in pairs without overflow (codegen/llvm/maddubs.py)
 
 
 def integer_products(module: IRModule, context: PassContext) -> IRModule:
@@ -107,7 +107,7 @@ class _IntegerProducts(Rewriter):
         elif _is_call(value, "gather") and _repeats_rows(value):
             self._gathered[var] = value
 
-    def concerns(self, value: Expr) -> bool:
+    def may_rewrite(self, value: Expr) -> bool:
         return _is_call(value, "dequantize_blocks") or _is_call(value, "grouped_matmul")
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:

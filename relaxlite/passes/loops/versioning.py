@@ -12,7 +12,7 @@ from functools import reduce
 
 from relaxlite.ir.program import For, Load, Stmt, Store
 from relaxlite.ir.program_visitor import ProgramRewriter, bound_symbols, loads, stores, walk_stmts
-from relaxlite.ir.symbolic import Min, SymExpr, SymVar, map_atoms, operands, smin
+from relaxlite.ir.symbolic import Min, SymExpr, SymVar, extremum_operands, map_atoms, smin
 
 ClampExtents = dict[tuple[SymVar, SymExpr], SymExpr]
 
@@ -45,7 +45,7 @@ def _clamps(index: SymExpr) -> list[tuple[SymVar, SymExpr]]:
 
 def _splits(atom: Min) -> list[tuple[SymVar, SymExpr]]:
     """min(v, a, b) as (v, min(a, b)), for every operand v that is a variable."""
-    parts = operands(atom)
+    parts = extremum_operands(atom)
     return [(v, reduce(smin, [p for p in parts if p is not v])) for v in parts if isinstance(v, SymVar)]
 
 

@@ -1,13 +1,14 @@
-"""Alias sets: whose memory each value of a function may lie in, and where that memory is used last.
+"""Alias and lifetime analysis: in whose memory each value of a function may lie, and the last use of that memory.
 
-The *roots* of a value are what may own the memory that it lies in: parameters, constants, and the variables whose value
-is new memory (an allocation, a program called by value). Views, reshapes, MatchShapes, tuples and the results of calls,
-`If`s and `Loop`s have the roots of what they may be, constants of a function that is called among them. Two values may
-overlap only if they have a root in common.
+The *roots* of a value are the possible owners of its memory: parameters, constants, and variables bound to new memory
+(an allocation, a program called by value). Views, reshapes, MatchShapes, tuples and the results of calls, `If`s and
+`Loop`s have the roots of all values that they may be, including constants of called functions. Two values may overlap
+only if they share a root.
 
-Lives are measured in *steps*: every binding is one, in the order of the text, an `If` or `Loop` one more at its end.
-One branch's steps come before the other's although only one runs, which makes lives longer than need be, never shorter.
-What is made outside of a loop and used in it is used at the loop's end, for the next iteration reads it again.
+Lifetimes count *steps*: every binding is one step, in textual order, and an `If` or `Loop` has another step at its end.
+The steps of one branch come before those of the other although only one branch runs; lifetimes are then longer than
+necessary, never shorter. A value defined outside of a loop and used inside is used at the end of the loop, as the next
+iteration reads it again.
 """
 
 from __future__ import annotations
@@ -47,24 +48,24 @@ Roots: TypeAlias = "tuple[Root, ...]"
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The places of a tuple's fields."""
+    """Roots of the fields of a tuple."""
 
-    fields: tuple[_Places, ...]
+    fields: tuple[_FieldRoots, ...]
 
 
-_Places: TypeAlias = "Roots | _Fields"
+_FieldRoots: TypeAlias = "Roots | _Fields"
 
-# Beside calls of programs, what makes new memory. Any other op may give its operands back.
+# Ops that allocate, beside calls of programs. The result of any other op may alias its operands.
 _NEW_MEMORY = frozenset({"memory.alloc_tensor", "memory.view", "memory.copy"})
 
 
 @dataclass(slots=True)
 class Aliases:
-    """What `find_aliases` found in one function."""
+    """Alias sets and lifetimes of one function (`find_aliases`)."""
 
-    steps: list[Binding]  # that runs at each step; an If or Loop a second time at its end
-    end: int  # the step behind all others, at which the function's result is used
-    _places: dict[Var, _Places]
+    steps: list[Binding]  # binding of each step; an If or Loop occurs again at its end
+    end: int  # step after all bindings, at which the result of the function is used
+    _roots_of: dict[Var, _FieldRoots]
     _first: dict[Var, int] = field(default_factory=dict)
     _last: dict[Root, int] = field(default_factory=dict)
     _arms: dict[Var, tuple[tuple[Var, int], ...]] = field(default_factory=dict)
@@ -72,122 +73,130 @@ class Aliases:
     _carried: dict[Root, None] = field(default_factory=dict)
 
     def roots(self, expr: Expr) -> Roots:
-        """Whose memory the value, or any of a tuple's fields, may lie in."""
-        return _flat(_places_of(expr, self._places))
+        """Possible owners of the memory of the value, or of any field of a tuple."""
+        return _flat(_expr_roots(expr, self._roots_of))
 
     def may_alias(self, a: Expr, b: Expr) -> bool:
-        """Whether the two may share memory."""
-        others = self.roots(b)
-        return any(root in others for root in self.roots(a))
+        """Whether two values may share memory."""
+        roots = self.roots(b)
+        return any(root in roots for root in self.roots(a))
 
     def step(self, var: Var) -> int:
-        """The step that binds the variable; for a loop's parameters that of the loop, -1 for a function's."""
+        """Step that binds the variable.
+
+        For a parameter of a loop the step of the loop, for a parameter of the function -1.
+        """
         return self._first[var]
 
     def last_use(self, root: Root) -> int:
-        """The last step that uses memory of this root under any name: its own if none does, `end` if it leaves."""
+        """Last step that uses memory of this root under any name: its own step if unused, `end` if it escapes."""
         return self._last.get(root, self._first[root] if isinstance(root, Var) else self.end)
 
     def is_carried(self, root: Root) -> bool:
-        """Whether memory made in an iteration of a loop lives on in the next, or behind the loop."""
+        """Whether memory allocated in an iteration of a loop is live in the next iteration or after the loop."""
         return root in self._carried
 
     def dies_at(self, var: Var, at: Var) -> bool:
-        """Whether nothing reads the memory of `var` after the step that binds `at`, so that this may overwrite it.
+        """Whether the memory of `var` is dead after the step that binds `at`, so that this step may overwrite it.
 
-        Never for memory that the function did not make: what callers pass, constants.
+        False for memory that the function does not own: arguments and constants.
         """
         roots, step = self.roots(var), self.step(at)
         owned = all(isinstance(root, Var) and self._first[root] >= 0 for root in roots)
         return bool(roots) and owned and all(self.last_use(r) <= step and not self.is_carried(r) for r in roots)
 
     def are_exclusive(self, a: Var, b: Var) -> bool:
-        """Whether the two variables are bound in different branches of one If, so that only one ever is."""
-        other = dict(self._arms[b])
-        return any(branch in other and other[branch] != arm for branch, arm in self._arms[a])
+        """Whether two variables are bound in different branches of one If, so that at most one is ever live."""
+        arm_of = dict(self._arms[b])
+        return any(branch in arm_of and arm_of[branch] != arm for branch, arm in self._arms[a])
 
     def other_branches(self, var: Var) -> list[tuple[int, int]]:
-        """The steps, first and last, of the branches behind the one that binds the variable that run in its place."""
-        result = (self._arm_steps[branch, 1] for branch, arm in reversed(self._arms[var]) if arm == 0)
-        return [(first, last) for first, last in result if first <= last]
+        """Steps (first, last) of the later branches that run in place of the branch that binds the variable."""
+        step_ranges = (self._arm_steps[branch, 1] for branch, arm in reversed(self._arms[var]) if arm == 0)
+        return [(first, last) for first, last in step_ranges if first <= last]
 
 
 def find_aliases(function: Function, module: IRModule) -> Aliases:
-    """The alias sets of a function of any stage before "vm"; the module says what its calls call."""
-    places = _FindPlaces(module)
-    places.function(function)
-    aliases = Aliases([], 0, places.known)
-    _FindLives(aliases).function(function)
+    """Compute the alias sets of a function of any stage before "vm". `module` holds the callees."""
+    finder = _FindRoots(module)
+    finder.function(function)
+    aliases = Aliases([], 0, finder.roots)
+    _FindLifetimes(aliases).function(function)
     return aliases
 
 
-# Places
+# Roots
 
 
-def _own(var: Var, ty: Type) -> _Places:
-    """New memory under this name; a tuple's fields share it, for nothing tells their memory apart."""
+def _new_roots(var: Var, ty: Type) -> _FieldRoots:
+    """Roots of new memory bound to this variable.
+
+    Fields of a tuple share a root, as their memory is not distinguished.
+    """
     if isinstance(ty, TupleType):
-        return _Fields(tuple(_own(var, part) for part in ty.fields))
+        return _Fields(tuple(_new_roots(var, part) for part in ty.fields))
     return () if isinstance(ty, ShapeType | ObjectType) else (var,)
 
 
-def _spread(roots: Roots, ty: Type) -> _Places:
-    """A value of this type any part of which may lie in memory of these roots."""
+def _uniform_roots(roots: Roots, ty: Type) -> _FieldRoots:
+    """Roots of a value of this type, any part of which may lie in memory of these roots."""
     if isinstance(ty, TupleType):
-        return _Fields(tuple(_spread(roots, part) for part in ty.fields))
+        return _Fields(tuple(_uniform_roots(roots, part) for part in ty.fields))
     return () if isinstance(ty, ShapeType | ObjectType) else roots
 
 
-def _flat(places: _Places) -> Roots:
-    if isinstance(places, _Fields):
-        return tuple(dict.fromkeys(root for part in places.fields for root in _flat(part)))
-    return places
+def _flat(field_roots: _FieldRoots) -> Roots:
+    if isinstance(field_roots, _Fields):
+        return tuple(dict.fromkeys(root for part in field_roots.fields for root in _flat(part)))
+    return field_roots
 
 
-def _join(a: _Places, b: _Places) -> _Places:
+def _join(a: _FieldRoots, b: _FieldRoots) -> _FieldRoots:
     if isinstance(a, _Fields) and isinstance(b, _Fields):
         return _Fields(tuple(map(_join, a.fields, b.fields)))
     return tuple(dict.fromkeys(_flat(a) + _flat(b)))
 
 
-def _places_of(expr: Expr, known: Mapping[Var, _Places]) -> _Places:
+def _expr_roots(expr: Expr, roots: Mapping[Var, _FieldRoots]) -> _FieldRoots:
     if isinstance(expr, Var):
-        return known[expr]
+        return roots[expr]
     if isinstance(expr, Constant):
         return (expr,)
     if isinstance(expr, Tuple):
-        return _Fields(tuple(_places_of(part, known) for part in expr.fields))
+        return _Fields(tuple(_expr_roots(part, roots) for part in expr.fields))
     if isinstance(expr, TupleGetItem):
-        whole = _places_of(expr.value, known)
-        return whole.fields[expr.index] if isinstance(whole, _Fields) else whole
+        field_roots = _expr_roots(expr.value, roots)
+        return field_roots.fields[expr.index] if isinstance(field_roots, _Fields) else field_roots
     return ()
 
 
-class _FindPlaces:
-    """`follows`: functions that are called may give back constants of their own."""
+class _FindRoots:
+    """Compute the roots of variables. `follows`: results of called functions may be constants of their own."""
 
     def __init__(self, module: IRModule, constants: dict[str, Roots] | None = None, *, follows: bool = True) -> None:
         self._module, self._follows = module, follows
-        self.known: dict[Var, _Places] = {}
-        self._constants = {} if constants is None else constants  # that functions may give back, by their names
+        self.roots: dict[Var, _FieldRoots] = {}
+        self._constants = {} if constants is None else constants  # that functions may return, by function name
 
-    def function(self, function: Function) -> _Places:
+    def function(self, function: Function) -> _FieldRoots:
         for param in function.params:
-            self.known[param] = _own(param, param.ty)
+            self.roots[param] = _new_roots(param, param.ty)
         return self.body(function.body)
 
-    def body(self, body: Body) -> _Places:
+    def body(self, body: Body) -> _FieldRoots:
         for binding in body.bindings():
             value = binding.value if isinstance(binding, Let) else binding.source
-            self.known[binding.var] = self._value(binding.var, value)
-        return _places_of(body.result, self.known)
+            self.roots[binding.var] = self._value(binding.var, value)
+        return _expr_roots(body.result, self.roots)
 
-    def _value(self, var: Var, value: Expr) -> _Places:
+    def _value(self, var: Var, value: Expr) -> _FieldRoots:
         if isinstance(value, Call):
-            return _own(var, var.ty) if self._is_new(value) else _spread(self._given(value), var.ty)
+            return (
+                _new_roots(var, var.ty) if self._is_new(value) else _uniform_roots(self._operand_roots(value), var.ty)
+            )
         if isinstance(value, If):
             return _join(self.body(value.then_body), self.body(value.else_body))
-        return self._loop(value) if isinstance(value, Loop) else _places_of(value, self.known)
+        return self._loop(value) if isinstance(value, Loop) else _expr_roots(value, self.roots)
 
     def _is_new(self, call: Call) -> bool:
         if isinstance(call.callee, Op):
@@ -195,45 +204,45 @@ class _FindPlaces:
         callee = self._module.get(call.callee.name) if isinstance(call.callee, GlobalVar) else None
         return isinstance(callee, TensorProgram | ExternFunction)
 
-    def _given(self, call: Call) -> Roots:
-        result = [r for arg in operands(call) for r in _flat(_places_of(arg, self.known))]
+    def _operand_roots(self, call: Call) -> Roots:
+        result = [r for arg in operands(call) for r in _flat(_expr_roots(arg, self.roots))]
         if self._follows and isinstance(call.callee, GlobalVar):
             result += self._constants_of(call.callee.name)
         return tuple(dict.fromkeys(result))
 
     def _constants_of(self, name: str) -> Roots:
-        """Constants that a function may give back, or those that it calls."""
+        """Constants that a function, or a function that it calls, may return."""
         constants: dict[Root, None] = {}
         for called in reachable(self._module, [name]):
             callee = self._module[called]
             if isinstance(callee, Function):
                 if called not in self._constants:
-                    roots = _flat(_FindPlaces(self._module, self._constants, follows=False).function(callee))
+                    roots = _flat(_FindRoots(self._module, self._constants, follows=False).function(callee))
                     self._constants[called] = tuple(root for root in roots if isinstance(root, Constant))
                 constants.update(dict.fromkeys(self._constants[called]))
         return tuple(constants)
 
-    def _loop(self, loop: Loop) -> _Places:
-        """Parameters may be what the loop starts with or what an iteration yields; so may the results."""
-        places: tuple[_Places, ...] = tuple(_places_of(init, self.known) for init in loop.inits)
+    def _loop(self, loop: Loop) -> _FieldRoots:
+        """Fixed point over iterations: a parameter is an initial value or a value that an iteration yields."""
+        roots: tuple[_FieldRoots, ...] = tuple(_expr_roots(init, self.roots) for init in loop.inits)
         while True:
-            self.known.update(zip(loop.params, places, strict=True))
+            self.roots.update(zip(loop.params, roots, strict=True))
             yielded = self.body(loop.body)
             assert isinstance(yielded, _Fields)
-            joined = tuple(map(_join, places, yielded.fields[1:]))
-            if joined == places:
-                return _Fields(places)
-            places = joined
+            joined = tuple(map(_join, roots, yielded.fields[1:]))
+            if joined == roots:
+                return _Fields(roots)
+            roots = joined
 
 
-# Lives
+# Lifetimes
 
 
-class _FindLives:
+class _FindLifetimes:
     def __init__(self, aliases: Aliases) -> None:
         self._aliases = aliases
-        self._loops: list[dict[Root, None]] = []  # round the present step: the roots from outside that each one uses
-        self._depth: dict[Root, int] = {}  # how many loops are round the step that makes the memory
+        self._loops: list[dict[Root, None]] = []  # enclosing loops: roots from outside that each loop uses
+        self._depth: dict[Root, int] = {}  # number of loops around the allocation
         self._arms: tuple[tuple[Var, int], ...] = ()
 
     def function(self, function: Function) -> None:
@@ -295,7 +304,7 @@ class _FindLives:
 
 
 def _leaves(value: Expr) -> Iterator[Expr]:
-    """The variables and constants that a value reads itself, not what nested bodies do."""
+    """Variables and constants that a value reads itself, without those of nested bodies."""
     if isinstance(value, Var | Constant):
         yield value
     for operand in operands(value):

@@ -1,9 +1,9 @@
-"""The order of an arena's tensors where a model's layers repeat: that of a few layers, for all of them.
+"""Order of tensors in an arena for models with repeated layers: solve a few layers and extend to all.
 
-A model of 30 layers asks for the same tensors 30 times, the same steps apart. An order for five of them is found sooner
-than one for all, and mostly is better, as the search's budget goes further. Layers that are left out lie as the second
-and the third do, in turn: what goes from layer to layer has two places, and the first layer is none to go by, as what
-comes before it is different. Any order is right; how good this one is gets measured on all tensors.
+A model of 30 layers allocates the same tensors 30 times at regular steps. The order of five layers is found faster and
+is mostly better, as the search budget goes further. Omitted layers alternate between the positions of the second and
+the third layer: a tensor that passes from layer to layer has two positions. The first layer is no template, as the code
+before it differs. Every order is valid; its ratio is computed on all tensors.
 """
 
 from __future__ import annotations
@@ -15,87 +15,88 @@ import numpy as np
 from relaxlite.passes.memory.arena_order import GOOD_RATIO, Problem, Span, Tenant, search
 from relaxlite.records import dataclass
 
-_TURN = 2  # layers after which places repeat
-_BEFORE, _AFTER = 1 + _TURN, _TURN  # layers kept before those that are left out, and at least behind them
+_CYCLE = 2  # layers after which positions repeat
+_HEAD, _TAIL = 1 + _CYCLE, _CYCLE  # layers that are solved
 
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """`tenants`, in the order of their first steps, from number `first` on: `count` times `period` of them."""
+    """Repeated layers in `tensors`, ordered by first step: `count` times `period` tensors from index `first` on."""
 
-    tenants: list[int]
+    tensors: list[int]
     first: int
     period: int
     count: int
 
     @property
-    def left_out(self) -> range:
-        """Numbers of tenants, of whole turns of layers."""
-        start = self.first + _BEFORE * self.period
-        return range(start, start + max(0, self.count - _BEFORE - _AFTER) // _TURN * _TURN * self.period)
+    def omitted(self) -> range:
+        """Indices of omitted tensors: a multiple of two layers."""
+        start = self.first + _HEAD * self.period
+        return range(start, start + max(0, self.count - _HEAD - _TAIL) // _CYCLE * _CYCLE * self.period)
 
     @property
-    def kept(self) -> list[int]:
-        return self.tenants[: self.left_out.start] + self.tenants[self.left_out.stop :]
+    def solved(self) -> list[int]:
+        return self.tensors[: self.omitted.start] + self.tensors[self.omitted.stop :]
 
     def expanded(self, order: Sequence[int]) -> list[int]:
-        """All tenants, from the lowest to the highest, after an order of those that are kept."""
-        kept = self.kept
-        rank = {kept[k]: position for position, k in enumerate(order)}
-        turn = _TURN * self.period
-        for number in self.left_out:
-            rank[self.tenants[number]] = rank[self.tenants[number - turn]]
-        return sorted(self.tenants, key=lambda k: (rank[k], k))
+        """Extend an order of the solved tensors to all tensors, from low to high offsets."""
+        solved = self.solved
+        rank = {solved[k]: position for position, k in enumerate(order)}
+        period = _CYCLE * self.period
+        for number in self.omitted:
+            rank[self.tensors[number]] = rank[self.tensors[number - period]]
+        return sorted(self.tensors, key=lambda k: (rank[k], k))
 
 
 def search_layers(problem: Problem) -> tuple[list[int], float]:
-    """The best order that was found, from the lowest to the highest, and its worst ratio."""
+    """Find an order from low to high offsets; returns the order and its worst ratio."""
     layers = _find_layers(problem.tenants)
     if layers is None:
         return search(problem)
-    few = Problem(_without(layers, problem.tenants), problem.samples[layers.kept])
+    few = Problem(_without(layers, problem.tenants), problem.samples[layers.solved])
     order = layers.expanded(search(few)[0])
     result = order, float(problem.ratios(order).max(initial=1.0))
     return result if result[1] <= GOOD_RATIO else min(result, search(problem), key=lambda one: one[1])
 
 
-def _find_layers(tenants: Sequence[Tenant]) -> _Layers | None:
-    """The run of tenants that repeat of which most are left out, if any are."""
-    ranked = sorted(range(len(tenants)), key=lambda k: tenants[k].first)
-    known: dict[object, int] = {}
-    before, kinds = 0, []
-    for tenant in map(tenants.__getitem__, ranked):
-        spans = tuple((a - tenant.first, b - tenant.first) for a, b in tenant.spans)
-        kinds.append(known.setdefault((tenant.size, spans, tenant.first - before), len(known)))
-        before = tenant.first
+def _find_layers(tensors: Sequence[Tenant]) -> _Layers | None:
+    """The repetition that omits most tensors; None if none omits any."""
+    ranked = sorted(range(len(tensors)), key=lambda k: tensors[k].first)
+    kind_numbers: dict[object, int] = {}
+    last_first, kinds = 0, []
+    for tensor in map(tensors.__getitem__, ranked):
+        spans = tuple((a - tensor.first, b - tensor.first) for a, b in tensor.spans)
+        kinds.append(kind_numbers.setdefault((tensor.size, spans, tensor.first - last_first), len(kind_numbers)))
+        last_first = tensor.first
     sequence, best = np.array(kinds), None
-    for period in range(1, len(ranked) // (_BEFORE + _AFTER + _TURN) + 1):
+    for period in range(1, len(ranked) // (_HEAD + _TAIL + _CYCLE) + 1):
         differ = np.flatnonzero(sequence[period:] != sequence[:-period])
         edges = np.concatenate(([-1], differ, [len(sequence) - period]))
         longest = int(np.diff(edges).argmax())
         length = int(edges[longest + 1] - edges[longest]) - 1 + period
-        result = _Layers(ranked, int(edges[longest]) + 1, period, length // period)
-        if result.left_out and (best is None or len(result.left_out) > len(best.left_out)):
-            best = result
+        layers = _Layers(ranked, int(edges[longest]) + 1, period, length // period)
+        if layers.omitted and (best is None or len(layers.omitted) > len(best.omitted)):
+            best = layers
     return best
 
 
-def _without(layers: _Layers, tenants: Sequence[Tenant]) -> list[Tenant]:
-    """The kept tenants, as if the steps of those that are left out did not happen."""
-    firsts = [tenants[k].first for k in layers.tenants]
-    of_layer = firsts[layers.first + layers.period] - firsts[layers.first]
-    steps = of_layer * (len(layers.left_out) // layers.period)
-    end = firsts[layers.left_out.start] + steps
+def _without(layers: _Layers, tensors: Sequence[Tenant]) -> list[Tenant]:
+    """The solved tensors, with the steps of omitted tensors removed."""
+    firsts = [tensors[k].first for k in layers.tensors]
+    steps_per_layer = firsts[layers.first + layers.period] - firsts[layers.first]
+    steps = steps_per_layer * (len(layers.omitted) // layers.period)
+    omitted_end = firsts[layers.omitted.start] + steps
 
     def moved(step: int) -> int:
-        return step if step < end else step - steps
+        """The step after the removal."""
+        return step if step < omitted_end else step - steps
 
-    def spans(tenant: Tenant) -> tuple[Span, ...]:
-        """In order also where a later one moves and the one before it does not."""
+    def spans(tensor: Tenant) -> tuple[Span, ...]:
+        """Spans after the removal, still in order where only the later of two spans moves."""
         result: list[Span] = []
-        for first, last in tenant.spans:
+        for first, last in tensor.spans:
             start = max(moved(first), result[-1][1]) if result else moved(first)
             result.append((start, max(start, moved(last))))
         return tuple(result)
 
-    return [Tenant(tenants[k].size, spans(tenants[k])) for k in layers.kept]
+    return [Tenant(tensors[k].size, spans(tensors[k])) for k in layers.solved]

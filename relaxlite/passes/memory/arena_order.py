@@ -1,9 +1,9 @@
-"""Which tensor of an arena lies below which: a search for an order that wastes little at all sizes.
+"""Search for the order of tensors in an arena: which tensor lies below which, with little waste at all sizes.
 
-Orders are read off packings at representative values of the symbols: best fit by several priorities, at several values.
-Each is judged at all of these values, by the largest ratio of its arena to the lower bound, the largest sum of tensors
-alive at once. Where none comes close, small changes of the priorities go on from the best ones. All of it is
-deterministic: the search has a budget of steps and a seed.
+Candidate orders come from packings at representative values of the symbols: best fit by several priorities. Each order
+is scored at all of these values by the ratio of the arena to its lower bound, the largest sum of tensors that are live
+at once. Where no candidate comes close, hill climbing perturbs the priorities of the best ones. The search is
+deterministic, with a budget of steps and a fixed seed.
 """
 
 from __future__ import annotations
@@ -17,112 +17,116 @@ import numpy as np
 from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.records import dataclass
 
-GOOD_RATIO = 1.01  # no search goes on from here
+GOOD_RATIO = 1.01  # the search stops at this ratio
 _SCALES = (16, 1, 2, 100, 512, 1024)
-_CONTRASTS = ((1, 128), (1, 1024), (16, 256), (64, 1024))  # one symbol against the others
+_CONTRASTS = ((1, 128), (1, 1024), (16, 256), (64, 1024))  # one symbol against all others
 _MAX_VALUATIONS = 40
-_BUDGET, _MAX_STEPS = 80_000, 300  # tensors that the search may place, and changes from one start
-_START_BUDGET = 100_000  # tensors that the starts may place, at fewer valuations where there are many
+_BUDGET, _MAX_STEPS = 80_000, 300  # placements of the whole search, and changes per start
+_START_BUDGET = 100_000  # placements of all starts; more tensors are placed at fewer valuations
 _NUM_STARTS = 4
-_KINDS = 4  # of priorities
+_KINDS = 4  # number of priorities
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """What needs a place: `size` bytes during the steps of its spans, first and last included, in order."""
+    """Tensor to pack: `size` bytes, live during the steps of its spans, first and last included, in order."""
 
     size: SymExpr
     spans: tuple[Span, ...]
 
     @property
     def first(self) -> int:
+        """First step in which the tensor is live."""
         return self.spans[0][0]
 
     @property
     def last(self) -> int:
+        """Last step in which the tensor is live."""
         return self.spans[-1][1]
 
     def meets(self, other: Tenant) -> bool:
+        """Whether the two tensors are live in a common step."""
         return any(a <= d and c <= b for a, b in self.spans for c, d in other.spans)
 
 
 class Problem:
-    """Who is alive with whom, and how well an answer does."""
+    """Packing problem: which tensors are live at once, and the score of an order."""
 
-    def __init__(self, tenants: Sequence[Tenant], samples: np.ndarray) -> None:
-        """`samples`: the room that each tenant takes, at each valuation."""
-        self.tenants, self.samples = tenants, samples
-        self.neighbours = _neighbours(tenants)
-        bounds = _lower_bounds(tenants, samples)
-        self.judged = np.flatnonzero(bounds > 0)
-        self.bounds = bounds[self.judged]
+    def __init__(self, tensors: Sequence[Tenant], samples: np.ndarray) -> None:
+        """`samples`: aligned size in bytes of each tensor (row) at each valuation (column)."""
+        self.tenants, self.samples = tensors, samples
+        self.neighbours = _neighbours(tensors)
+        bounds = _lower_bounds(tensors, samples)
+        self.bounded = np.flatnonzero(bounds > 0)
+        self.bounds = bounds[self.bounded]
 
     def place(self, priority: Sequence[int], at: int) -> list[int]:
-        """Tenants from the lowest to the highest, after best fit in this order at one valuation."""
+        """Order of tensors from low to high offsets after best fit by this priority at one valuation."""
         sizes: list[float] = self.samples[:, at].tolist()
         offsets = [-1.0] * len(sizes)
         for k in priority:
-            taken = sorted((offsets[j], offsets[j] + sizes[j]) for j in self.neighbours[k] if offsets[j] >= 0)
-            offsets[k] = _best_gap(taken, sizes[k])
+            occupied = sorted((offsets[j], offsets[j] + sizes[j]) for j in self.neighbours[k] if offsets[j] >= 0)
+            offsets[k] = _best_gap(occupied, sizes[k])
         return sorted(range(len(sizes)), key=lambda k: (offsets[k], k))
 
     def ratios(self, order: Sequence[int]) -> np.ndarray:
-        """Arena against lower bound at each valuation that has one."""
+        """Ratio of the arena to its lower bound at each valuation with a bound above 0."""
         ends = np.zeros_like(self.samples)
-        done = bytearray(len(order))
+        placed = bytearray(len(order))
         for k in order:
-            below = [j for j in self.neighbours[k] if done[j]]
+            below = [j for j in self.neighbours[k] if placed[j]]
             ends[k] = ends[below].max(axis=0) + self.samples[k] if below else self.samples[k]
-            done[k] = 1
-        result: np.ndarray = ends.max(axis=0)[self.judged] / self.bounds
+            placed[k] = 1
+        result: np.ndarray = ends.max(axis=0)[self.bounded] / self.bounds
         return result
 
 
-def _neighbours(tenants: Sequence[Tenant]) -> list[list[int]]:
-    result: list[list[int]] = [[] for _ in tenants]
+def _neighbours(tensors: Sequence[Tenant]) -> list[list[int]]:
+    result: list[list[int]] = [[] for _ in tensors]
     alive: list[int] = []
-    for k in sorted(range(len(tenants)), key=lambda k: tenants[k].first):
-        alive = [j for j in alive if tenants[j].last >= tenants[k].first]
+    for k in sorted(range(len(tensors)), key=lambda k: tensors[k].first):
+        alive = [j for j in alive if tensors[j].last >= tensors[k].first]
         for j in alive:
-            if tenants[j].meets(tenants[k]):
+            if tensors[j].meets(tensors[k]):
                 result[j].append(k)
                 result[k].append(j)
         alive.append(k)
     return result
 
 
-def _lower_bounds(tenants: Sequence[Tenant], samples: np.ndarray) -> np.ndarray:
-    """At each valuation the largest sum of rooms that are in use in one step."""
-    changes = np.zeros((2 + max(tenant.last for tenant in tenants), samples.shape[1]))
-    for tenant, sizes in zip(tenants, samples, strict=True):
-        for first, last in tenant.spans:
+def _lower_bounds(tensors: Sequence[Tenant], samples: np.ndarray) -> np.ndarray:
+    """Largest sum of sizes live in one step, at each valuation."""
+    changes = np.zeros((2 + max(tensor.last for tensor in tensors), samples.shape[1]))
+    for tensor, sizes in zip(tensors, samples, strict=True):
+        for first, last in tensor.spans:
             changes[first] += sizes
             changes[last + 1] -= sizes
     result: np.ndarray = changes.cumsum(axis=0).max(axis=0)
     return result
 
 
-def _best_gap(taken: list[tuple[float, float]], size: float) -> float:
-    """The beginning of the smallest gap of at least this size between what is taken, or the end of all."""
-    end, best, place = 0.0, float("inf"), -1.0
-    for low, high in taken:
+def _best_gap(occupied: list[tuple[float, float]], size: float) -> float:
+    """Offset of the smallest gap of at least this size between occupied ranges, or the end of all."""
+    end, best, offset = 0.0, float("inf"), -1.0
+    for low, high in occupied:
         if size <= low - end < best:
-            best, place = low - end, end
+            best, offset = low - end, end
         end = max(end, high)
-    return place if place >= 0 else end
+    return offset if offset >= 0 else end
 
 
 # Values of symbols
 
 
 def valuations(variables: tuple[SymVar, ...]) -> list[dict[SymVar, int]]:
-    """Representative values within the bounds: all of one scale, one against the others, and all upper bounds."""
-    result: dict[tuple[int, ...], None] = {}
+    """Representative values within bounds: all symbols equal, one against all others, and all upper bounds."""
+    assignments: dict[tuple[int, ...], None] = {}
 
-    def add(wanted: Callable[[SymVar], int]) -> None:
-        result[tuple(nearest(v, wanted(v)) for v in variables)] = None
+    def add(target_of: Callable[[SymVar], int]) -> None:
+        """Add the legal values nearest to the targets."""
+        assignments[tuple(nearest(v, target_of(v)) for v in variables)] = None
 
     for scale in _SCALES:
         add(lambda _, scale=scale: scale)  # type: ignore[misc]
@@ -133,11 +137,11 @@ def valuations(variables: tuple[SymVar, ...]) -> list[dict[SymVar, int]]:
             add(lambda v, a=small, b=large, odd=odd: a if v is odd else b)  # type: ignore[misc]
     for odd in variables:
         add(lambda v, odd=odd: 0 if v is odd else _CONTRASTS[-1][1])  # type: ignore[misc]
-    return [dict(zip(variables, values, strict=True)) for values in list(result)[:_MAX_VALUATIONS]]
+    return [dict(zip(variables, values, strict=True)) for values in list(assignments)[:_MAX_VALUATIONS]]
 
 
 def nearest(var: SymVar, value: int) -> int:
-    """The value, or the one next to it that the symbol's bounds and divisor allow."""
+    """The nearest value that the bounds and the divisor of a symbol allow."""
     value = max(value, var.lower if var.lower is not None else value)
     value = -(-value // var.divisor) * var.divisor
     return value if var.upper is None else min(value, var.upper // var.divisor * var.divisor)
@@ -148,15 +152,16 @@ def nearest(var: SymVar, value: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """Tenants placed in this order at this valuation."""
+    """Result of placing the tensors by this priority at this valuation."""
 
     priority: list[int]
     at: int
-    order: list[int] = field(repr=False)  # from the lowest to the highest
+    order: list[int] = field(repr=False)  # from low to high offsets
     ratios: np.ndarray
 
     @property
     def score(self) -> tuple[float, float]:
+        """Worst and mean ratio; less is better."""
         return float(self.ratios.max(initial=1.0)), float(self.ratios.mean()) if len(self.ratios) else 1.0
 
 
@@ -166,64 +171,64 @@ def _try(problem: Problem, priority: list[int], at: int) -> _Candidate:
 
 
 def search(problem: Problem) -> tuple[list[int], float]:
-    """The best order from the lowest to the highest, and its worst ratio."""
-    starts: dict[int, _Candidate] = {}  # the best of each kind of priority
-    most = max(2, _START_BUDGET // (_KINDS * len(problem.tenants)))
-    for at in range(min(most, problem.samples.shape[1])):
+    """Find an order from low to high offsets; returns the order and its worst ratio."""
+    starts: dict[int, _Candidate] = {}  # best per priority
+    num_valuations = max(2, _START_BUDGET // (_KINDS * len(problem.tenants)))
+    for at in range(min(num_valuations, problem.samples.shape[1])):
         for kind, priority in enumerate(priorities(problem, at)):
-            result = _try(problem, priority, at)
-            if kind not in starts or result.score < starts[kind].score:
-                starts[kind] = result
-            if result.score[0] <= GOOD_RATIO:
-                return result.order, result.score[0]
+            attempt = _try(problem, priority, at)
+            if kind not in starts or attempt.score < starts[kind].score:
+                starts[kind] = attempt
+            if attempt.score[0] <= GOOD_RATIO:
+                return attempt.order, attempt.score[0]
     ranked = sorted(starts.values(), key=lambda candidate: candidate.score)[:_NUM_STARTS]
     steps = min(_MAX_STEPS, _BUDGET // (len(problem.tenants) * len(ranked)))
     best = ranked[0]
     for start in ranked:
-        found = _climb(problem, start, steps)
-        best = min(best, found, key=lambda candidate: candidate.score)
+        climbed = _climb(problem, start, steps)
+        best = min(best, climbed, key=lambda candidate: candidate.score)
         if best.score[0] <= GOOD_RATIO:
             break
     return best.order, best.score[0]
 
 
 def priorities(problem: Problem, at: int) -> Iterator[list[int]]:
-    """Orders in which to place tenants: those first that are hard to place later."""
+    """Orders in which to place the tensors: those that are hard to place later come first."""
     sizes: list[float] = problem.samples[:, at].tolist()
-    lengths = [tenant.last - tenant.first + 1 for tenant in problem.tenants]
-    everyone = range(len(sizes))
-    yield sorted(everyone, key=lambda k: (-lengths[k], -sizes[k], k))
-    yield sorted(everyone, key=lambda k: (-sizes[k] * lengths[k], k))
-    yield sorted(everyone, key=lambda k: (-sizes[k], problem.tenants[k].first))
-    yield sorted(everyone, key=lambda k: (problem.tenants[k].first, -sizes[k]))
+    lengths = [tensor.last - tensor.first + 1 for tensor in problem.tenants]
+    all_tensors = range(len(sizes))
+    yield sorted(all_tensors, key=lambda k: (-lengths[k], -sizes[k], k))
+    yield sorted(all_tensors, key=lambda k: (-sizes[k] * lengths[k], k))
+    yield sorted(all_tensors, key=lambda k: (-sizes[k], problem.tenants[k].first))
+    yield sorted(all_tensors, key=lambda k: (problem.tenants[k].first, -sizes[k]))
 
 
 def _climb(problem: Problem, start: _Candidate, steps: int) -> _Candidate:
-    """Small changes of the priorities, mostly of what makes the arena large; kept where the score gets no worse."""
+    """Hill climbing over priorities, mostly on the critical path; keeps changes that do not worsen the score."""
     rng = random.Random(0)
     best, path = start, _critical_path(problem, start)
     for _ in range(steps):
         priority, at = list(best.priority), best.at
-        tenant = rng.choice(path) if rng.random() < 0.8 else rng.choice(priority)
-        chosen = priority.index(tenant)
+        tensor = rng.choice(path) if rng.random() < 0.8 else rng.choice(priority)
+        position = priority.index(tensor)
         if rng.random() < 0.5:  # earlier
-            priority.insert(rng.randrange(chosen + 1), priority.pop(chosen))
+            priority.insert(rng.randrange(position + 1), priority.pop(position))
         else:  # in exchange with a neighbour
-            other = priority.index(rng.choice(problem.neighbours[tenant] or [tenant]))
-            priority[chosen], priority[other] = priority[other], priority[chosen]
+            other = priority.index(rng.choice(problem.neighbours[tensor] or [tensor]))
+            priority[position], priority[other] = priority[other], priority[position]
         if rng.random() < 0.2:
             at = rng.randrange(problem.samples.shape[1])
-        result = _try(problem, priority, at)
-        if result.score <= best.score:
-            best, path = result, _critical_path(problem, result)
+        candidate = _try(problem, priority, at)
+        if candidate.score <= best.score:
+            best, path = candidate, _critical_path(problem, candidate)
         if best.score[0] <= GOOD_RATIO:
             break
     return best
 
 
 def _critical_path(problem: Problem, candidate: _Candidate) -> list[int]:
-    """The stack of tenants that makes the arena as large as it is where it does worst, from the highest down."""
-    sizes: list[float] = problem.samples[:, problem.judged[int(candidate.ratios.argmax())]].tolist()
+    """Stack of tensors, from the top down, that determines the arena where its ratio is worst."""
+    sizes: list[float] = problem.samples[:, problem.bounded[int(candidate.ratios.argmax())]].tolist()
     ends: dict[int, float] = {}
     under: dict[int, int] = {}
     for k in candidate.order:

@@ -1,18 +1,18 @@
-"""Updates in place: a copy of a tensor of which some elements are replaced needs no copy where the original dies.
+"""In-place updates: a copy with some elements replaced reuses the memory of a dead original.
 
     y = call(scatter, x, places, values)      =>      call(scatter_in_place, places, values, x)      y is x from here on
 
-What counts as an update, the loops say: a nest that copies an input to an output, and others that store into it and do
-not read it. Other outputs stay: `t = call(scan, x, pool)` becomes `t = (call(scan_in_place, x, pool), pool)`. The
-original may be overwritten where nothing reads its memory later (aliases.py), and the function has
-made it, or was given it for good: parameters that its attribute `donated` names, by their numbers. The last results of
-such a function are the new contents of these, in their order. This pass sees to it that they end in the callers' memory
-and drops the results: `main(x, cache) -> (y, new cache)` becomes `main(x, cache) -> y`. An update that cannot be in
-place, as the old contents are read later, is copied there at the end.
+The loops define an update: one nest copies an input to an output, and later nests store to the output without reading
+it. Other outputs stay: `t = call(scan, x, pool)` becomes `t = (call(scan_in_place, x, pool), pool)`. The original may
+be overwritten where its memory is dead afterwards (aliases.py) and the function owns it: the function allocated it, or
+its attribute `donated` lists the number of the parameter. The last results of such a function are the new contents of
+its donated parameters, in order. This pass places them in the memory of the caller and drops these results: `main(x,
+cache) -> (y, new cache)` becomes `main(x, cache) -> y`. Where an update cannot be in place, as the old contents are
+read later, the new contents are copied back at the end.
 
-A call that fails may have overwritten donated memory; the interpreter runs it again on what is there. So an update must
-not read what it replaces: values that are stored come from other operands, or, where the op says so, from what it has
-read of the same one before it writes there (attribute READS_APART; no check depends on it).
+A call that fails may have overwritten donated memory; the interpreter then runs it again on the present contents. So an
+update must not read the elements that it replaces: stored values come from other operands or, with the attribute
+READS_APART of the op, from elements read before they are overwritten; no check depends on them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from relaxlite.passes.memory.aliases import Aliases, find_aliases
 
 
 def donated_params(function: Function) -> tuple[Var, ...]:
-    """The parameters that the function takes over; as many of its last results are their new contents."""
+    """Parameters whose memory the function owns. As many of its last results are their new contents."""
     numbers = function.attrs.get(DONATED, ())
     assert isinstance(numbers, tuple)
     return tuple(function.params[k] for k in numbers)  # type: ignore[index]
 
 
 def donate(module: IRModule, context: PassContext) -> IRModule:
-    """Updates of what dies happen in place, and donated parameters hold their new contents at the end."""
+    """Update dead tensors in place, and store the new contents of donated parameters in their memory."""
     definitions: dict[str, Definition] = dict(module)
     table = ProgramTable(definitions)
     originals = {name: update for name, p in module.programs().items() if (update := update_of(p)) is not None}
@@ -54,13 +54,14 @@ def donate(module: IRModule, context: PassContext) -> IRModule:
 
 
 class Update(NamedTuple):
-    """The number of an input, and of the output that is a copy of it with some elements replaced."""
+    """Numbers of an input and of the output that is a copy of the input with some elements replaced."""
 
     input: int
     output: int
 
 
 def update_of(program: TensorProgram) -> Update | None:
+    """Match a program that copies an input to an output and then stores to it; None for other programs."""
     stages = [s for s in top_stages(program) if not isinstance(s, Check)]
     store = injective_store(perfect_nest(stages[0])) if len(stages) > 1 else None
     if store is None or store.buffer not in program.outputs or not isinstance(store.value, Load):
@@ -68,8 +69,8 @@ def update_of(program: TensorProgram) -> Update | None:
     source, out = store.value.buffer, store.buffer
     if store.value.indices != store.indices or source not in program.inputs or source.shape != out.shape:
         return None
-    rest, unread = seq(*stages[1:]), (out,) if program.attrs.get(READS_APART) else (source, out)
-    if any(load.buffer in unread for load in loads(rest)):
+    rest, forbidden = seq(*stages[1:]), (out,) if program.attrs.get(READS_APART) else (source, out)
+    if any(load.buffer in forbidden for load in loads(rest)):
         return None
     if any(s.buffer in program.inputs or (s.buffer is out and s.combine is not None) for s in stores(rest)):
         return None
@@ -77,18 +78,20 @@ def update_of(program: TensorProgram) -> Update | None:
 
 
 def _in_place(program: TensorProgram, update: Update) -> TensorProgram:
-    """The program without the copy: (other inputs..., the tensor that is updated, other outputs...)."""
+    """The program without the copy, with parameters (other inputs..., updated tensor, other outputs...)."""
     stages = list(top_stages(program))
     copy = next(k for k, s in enumerate(stages) if not isinstance(s, Check))
     source, out = program.inputs[update.input], program.outputs[update.output]
-    kept = Substitute(buffers={source: out}).stmt(seq(*stages[:copy], *stages[copy + 1 :]))
+    body = Substitute(buffers={source: out}).stmt(seq(*stages[:copy], *stages[copy + 1 :]))
     others = tuple(b for b in program.outputs if b is not out)
     params = (*(b for b in program.inputs if b is not source), out, *others)
     attrs = Attrs({**program.attrs, WRITES_INPUTS: True})
-    return replace(program, params=params, body=kept, num_outputs=len(others), attrs=attrs)
+    return replace(program, params=params, body=body, num_outputs=len(others), attrs=attrs)
 
 
 class _Donate(Rewriter):
+    """Rewriter of calls of updates in one function."""
+
     def __init__(
         self,
         module: IRModule,
@@ -100,9 +103,9 @@ class _Donate(Rewriter):
         super().__init__()
         self._module, self._context, self._table, self._originals = module, context, table, originals
         self._aliases: Aliases = find_aliases(function, module)
-        self._given = donated_params(function)
-        self._fields: dict[Expr, tuple[Expr, ...]] = {}  # of calls with several results
-        self._others: list[Expr] = []  # of these, what is not updated: new memory
+        self._donated_params = donated_params(function)
+        self._fields: dict[Expr, tuple[Expr, ...]] = {}  # results of calls with several outputs
+        self._new_memory: list[Expr] = []  # outputs of these calls in new memory
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if isinstance(value, TupleGetItem) and value.value in self._fields:
@@ -114,7 +117,7 @@ class _Donate(Rewriter):
         if update is None or not isinstance(program, TensorProgram) or len(value.args) != len(program.inputs):
             return None
         number = update.input
-        x = self._before(var, number)
+        x = self._original_operand(var, number)
         reason = self._obstacle(var, x, update)
         self._context.decide("donate", f"{var.name} of {name} in {getattr(x, 'name', 'a constant')}", reason is None,
                              reason or "nothing reads the old contents later")  # fmt: skip
@@ -128,57 +131,59 @@ class _Donate(Rewriter):
             return target
         types = tuple(ty for k, ty in enumerate(value.ty.fields) if k != update.output)
         ty = types[0] if len(types) == 1 else TupleType(types)
-        whole = self.bb.emit(Call(callee, args, value.attrs, value.sym_args, ty, value.loc), var.name)
-        others = [whole] if len(types) == 1 else [self.bb.emit(TupleGetItem(whole, k)) for k in range(len(types))]
-        self._others += others
-        self._fields[var] = (*others[: update.output], target, *others[update.output :])
+        result = self.bb.emit(Call(callee, args, value.attrs, value.sym_args, ty, value.loc), var.name)
+        new_outputs = (
+            [result] if len(types) == 1 else [self.bb.emit(TupleGetItem(result, k)) for k in range(len(types))]
+        )
+        self._new_memory += new_outputs
+        self._fields[var] = (*new_outputs[: update.output], target, *new_outputs[update.output :])
         return Tuple(self._fields[var])
 
-    def _before(self, var: Var, number: int) -> Expr:
-        """The operand as the function had it, by whose name alias sets know it."""
+    def _original_operand(self, var: Var, number: int) -> Expr:
+        """The operand before rewriting, under the name that the alias sets hold."""
         binding = self._aliases.steps[self._aliases.step(var)]
         assert isinstance(binding, Let) and isinstance(binding.value, Call)
         return binding.value.args[number]
 
     def _obstacle(self, var: Var, x: Expr, update: Update) -> str | None:
-        """Why the update cannot be in place, or None."""
+        """Reason against the update in place, or None."""
         ty = var.ty.fields[update.output] if isinstance(var.ty, TupleType) else var.ty
         if not isinstance(x, Var) or x.ty != ty:
             return "the original is a constant, or of another type"
         step, roots = self._aliases.step(var), self._aliases.roots(x)
-        is_given = len(roots) == 1 and roots[0] in self._given
-        if not is_given and not self._aliases.dies_at(x, var):
+        is_donated = len(roots) == 1 and roots[0] in self._donated_params
+        if not is_donated and not self._aliases.dies_at(x, var):
             return f"'{x.name}' is read later, or is not this function's to overwrite"
-        if is_given and self._aliases.last_use(roots[0]) > step:
+        if is_donated and self._aliases.last_use(roots[0]) > step:
             return f"'{x.name}' is read later"
         call = self._aliases.steps[step].value  # type: ignore[union-attr]
         assert isinstance(call, Call)
-        others = (arg for k, arg in enumerate(call.args) if k != update.input)
-        if any(self._aliases.may_alias(x, arg) for arg in others):
+        other_args = (arg for k, arg in enumerate(call.args) if k != update.input)
+        if any(self._aliases.may_alias(x, arg) for arg in other_args):
             return f"another operand shares the memory of '{x.name}'"
         return None
 
     def donated(self, function: Function) -> Function:
-        """The function without the results that are in the callers' memory, which they are copied to where need be."""
-        if not self._given:
+        """The function without the results that lie in donated parameters, which are copied back where necessary."""
+        if not self._donated_params:
             return function
         result = function.body.result
         fields = result.fields if isinstance(result, Tuple) else (result,)
-        kept, new = fields[: -len(self._given)], fields[-len(self._given) :]
-        known = [field for field in kept if field not in self._others]
-        if any(root in self._given for field in known for root in self._aliases.roots(field)):
+        results, new_contents = fields[: -len(self._donated_params)], fields[-len(self._donated_params) :]
+        original_results = [field for field in results if field not in self._new_memory]
+        if any(root in self._donated_params for field in original_results for root in self._aliases.roots(field)):
             raise PassError("a result lies in the memory of a donated parameter, which is overwritten")
         with self.bb.body() as scope:
             for binding in function.body.bindings():
                 self.bb.append(binding)
-            for param, value in zip(self._given, new, strict=True):
+            for param, value in zip(self._donated_params, new_contents, strict=True):
                 if value is not param:
                     self._copy_back(param, value)
-            self.bb.result(kept[0] if len(kept) == 1 else Tuple(kept))
+            self.bb.result(results[0] if len(results) == 1 else Tuple(results))
         return replace(function, body=self.bb.finish(scope))
 
     def _copy_back(self, param: Var, value: Expr) -> None:
-        if value in self._given:
+        if value in self._donated_params:
             raise PassError(f"the new contents of '{param.name}' are the old ones of another donated parameter")
         assert isinstance(param.ty, TensorType) and param.ty.shape is not None
         source, out = (Buffer(name, param.ty.shape, param.ty.dtype) for name in ("x", "out"))

@@ -1,4 +1,4 @@
-"""Concatenations of contiguous memory disappear: what is joined is computed in its place in the result.
+"""Concatenation without copies: operands are computed directly in their range of the result.
 
     a = memory.alloc_tensor(shape(n))                   y = memory.alloc_tensor(shape(n + m))
     call(f, x, a)                                       a = memory.part(y, shape(0), shape(n))
@@ -7,8 +7,8 @@
     y = memory.alloc_tensor(shape(n + m))               call(g, x, b)
     call(concat, a, b, y)
 
-All operands must be memory that the same body has allocated, each an allocation of its own that does not leave the
-function by itself; and the sizes of the result must be known where the first of them is allocated.
+Each operand must be a separate allocation of the same body that does not escape the function by itself. The sizes of
+the result must be defined where the first operand is allocated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from relaxlite.records import dataclass
 
 
 def join_parts(module: IRModule, context: PassContext) -> IRModule:
-    """Operands of contiguous concatenations are computed inside of the result."""
+    """Allocate the operands of contiguous concatenations inside of the result, and remove the copies."""
     if not any(program.attrs.get(CONCATENATES) for program in module.programs().values()):
         return module
     definitions: dict[str, Definition] = dict(module)
@@ -57,8 +57,7 @@ def join_parts(module: IRModule, context: PassContext) -> IRModule:
 
 @dataclass(slots=True)
 class _Scope:
-    """What is known where a body stands: symbols, with the number of the binding that defines them (-1: outside), and
-    the allocations of this body, with theirs."""
+    """Symbols and allocations of a body, with the number of the binding that defines each (-1: outside of the body)."""
 
     symbols: dict[SymVar, int]
     allocations: dict[Var, int] = field(default_factory=dict)
@@ -68,14 +67,14 @@ class _JoinParts:
     def __init__(self, module: IRModule, context: PassContext, function: Function) -> None:
         self._module, self._context, self._function = module, context, function
         self._aliases = find_aliases(function, module)
-        self._before: dict[Var, list[Binding]] = {}  # what is to stand before the binding of a variable
-        self._instead: dict[Var, Binding | None] = {}  # what replaces it, None: nothing
+        self._before: dict[Var, list[Binding]] = {}  # bindings to insert before the binding of a variable
+        self._replacements: dict[Var, Binding | None] = {}  # replacement of a binding; None: removed
         self._joined: set[Var] = set()
 
     def run(self) -> Function:
         function = self._function
         self._plan(function.body, _defined(function.params))
-        return replace(function, body=self._rewritten(function.body)) if self._instead else function
+        return replace(function, body=self._rewrite_body(function.body)) if self._replacements else function
 
     # Planning
 
@@ -112,6 +111,7 @@ class _JoinParts:
             self._join([owner for x in operands if (owner := self._owner(x)) is not None], out, at, scope)
 
     def _obstacle(self, operands: list[Expr], out: Var, scope: _Scope) -> str | None:
+        """Reason against computing the operands in the result, or None."""
         owners: list[Var] = []
         for x in operands:
             if not isinstance(x, Var):
@@ -132,7 +132,7 @@ class _JoinParts:
         return f"the size {late[0]} is not known yet where the first operand is computed" if late else None
 
     def _owner(self, x: Expr) -> Var | None:
-        """The allocation of whose memory the variable is all."""
+        """The allocation whose whole memory the variable is; None if there is none."""
         roots = self._aliases.roots(x)
         owner = roots[0] if len(roots) == 1 else None
         return owner if isinstance(owner, Var) and _bytes(owner) is _bytes(x) is not None else None
@@ -141,19 +141,19 @@ class _JoinParts:
         assert isinstance(out.ty, TensorType) and out.ty.shape is not None
         allocation = get_op("memory.alloc_tensor")(ShapeValue(out.ty.shape), dtype=out.ty.dtype)
         self._before[min(owners, key=lambda var: scope.allocations[var])] = [Let(out, allocation)]
-        self._instead |= {out: None, at: None}
+        self._replacements |= {out: None, at: None}
         start = sym(0)
         for owner in owners:
             assert isinstance(owner.ty, TensorType) and owner.ty.shape is not None
             shape = ShapeValue(owner.ty.shape)
             part = get_op("memory.part")(out, ShapeValue((start,)), shape, dtype=owner.ty.dtype)
-            self._instead[owner] = Let(owner, part)
+            self._replacements[owner] = Let(owner, part)
             start = start + product(owner.ty.shape) * dtypes.itemsize(owner.ty.dtype)
         self._joined.update((*owners, out))
 
     # Rewriting
 
-    def _rewritten(self, body: Body) -> Body:
+    def _rewrite_body(self, body: Body) -> Body:
         blocks = []
         for block in body.blocks:
             bindings = [new for binding in block.bindings for new in self._binding(binding)]
@@ -161,12 +161,12 @@ class _JoinParts:
         return Body(tuple(blocks), body.result)
 
     def _binding(self, binding: Binding) -> list[Binding]:
-        new: Binding | None = self._instead.get(binding.var, binding)
+        new: Binding | None = self._replacements.get(binding.var, binding)
         if isinstance(new, Let) and isinstance(new.value, If):
-            then_body, else_body = self._rewritten(new.value.then_body), self._rewritten(new.value.else_body)
+            then_body, else_body = self._rewrite_body(new.value.then_body), self._rewrite_body(new.value.else_body)
             new = Let(new.var, replace(new.value, then_body=then_body, else_body=else_body))
         elif isinstance(new, Let) and isinstance(new.value, Loop):
-            new = Let(new.var, replace(new.value, body=self._rewritten(new.value.body)))
+            new = Let(new.var, replace(new.value, body=self._rewrite_body(new.value.body)))
         return [*self._before.get(binding.var, ()), *([new] if new is not None else [])]
 
 

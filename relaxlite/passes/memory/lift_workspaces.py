@@ -1,4 +1,4 @@
-"""Scratch memory inside of programs becomes a parameter that the caller allocates, and so part of the memory plan.
+"""Lift workspaces of programs to parameters that the caller allocates, so that memory planning covers them.
 
     def argsort(x, out):                                def argsort(x, out, merged):
         with allocate((n,), "int64") as merged: ...         ...
@@ -6,9 +6,9 @@
     call(argsort, x, y)                                 merged = memory.alloc_tensor(shape(n), dtype="int64")
                                                         call(argsort, x, y, merged)
 
-A workspace is an output that nobody reads: it dies at the call, and the arena has room for the next tensor there. Small
-ones of a known size go to the stack instead. What is allocated in a parallel loop is there once for each thread, and
-how many there are is known only when a call runs: that stays in the program, which takes it from a pool.
+A workspace is an output without uses: it dies at the call, and its range of the arena is free for the next tensor.
+Small workspaces of constant size go to the stack instead. A workspace in a parallel loop exists once per thread, and
+the number of threads is known only at run time: it stays in the program and comes from a pool.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from relaxlite.passes.context import PassContext
 from relaxlite.records import dataclass
 
 MAX_STACK_BYTES = 4 * 1024  # of a workspace that goes to the stack
-LARGEST_LOCAL = 64 * 1024  # bytes of a local buffer that code generation still puts on the stack
+MAX_LOCAL_BYTES = 64 * 1024  # local buffers up to this size are on the stack after code generation
 
 _ANALYZER = Analyzer()
 
 
 def lift_workspaces(module: IRModule, context: PassContext) -> IRModule:
-    """Scratch memory of programs becomes parameters that their callers allocate."""
+    """Replace workspaces of programs by parameters that the callers allocate."""
     definitions: dict[str, Definition] = dict(module)
     lifted: dict[str, tuple[Buffer, ...]] = {}
     for name, program in module.programs().items():
@@ -51,36 +51,39 @@ def lift_workspaces(module: IRModule, context: PassContext) -> IRModule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Workspaces:
+    """Workspaces of a program that become parameters, and those that move to the stack."""
+
     lifted: tuple[Buffer, ...]
     on_stack: tuple[Buffer, ...]
 
 
-def _workspaces(name: str, program: TensorProgram, context: PassContext) -> _Found:
+def _workspaces(name: str, program: TensorProgram, context: PassContext) -> _Workspaces:
     lifted: dict[Buffer, None] = {}
     on_stack: dict[Buffer, None] = {}
-    kept: set[Buffer] = set()
+    unliftable: set[Buffer] = set()
     for allocation, path in _allocations(program.body, ()):
         buffer = allocation.buffer
         nbytes = product(buffer.shape) * dtypes.itemsize(buffer.dtype)
         size = as_int(nbytes)
-        if buffer in kept or buffer in lifted or (buffer.scope == "local" and (size or 0) <= LARGEST_LOCAL):
+        if buffer in unliftable or buffer in lifted or (buffer.scope == "local" and (size or 0) <= MAX_LOCAL_BYTES):
             continue
-        has_known_shape = None not in map(as_int, buffer.shape)  # which (n, 0) has not, for all its size is 0
-        if has_known_shape and (size or 0) <= MAX_STACK_BYTES and not _has_parallel(allocation.body):
+        has_constant_shape = None not in map(as_int, buffer.shape)  # (n, 0) has constant size 0, but no constant shape
+        if has_constant_shape and (size or 0) <= MAX_STACK_BYTES and not _has_parallel(allocation.body):
             on_stack[buffer] = None
             continue
         reason = _obstacle(buffer, path, program)
         if reason is None:
             lifted[buffer] = None
         else:
-            kept.add(buffer)
+            unliftable.add(buffer)
         text = reason or "it is allocated with the tensors of the caller"
         context.decide("lift_workspaces", f"{buffer.name} of {name}", reason is None, text, bytes=nbytes)
-    return _Found(tuple(lifted), tuple(on_stack))
+    return _Workspaces(tuple(lifted), tuple(on_stack))
 
 
 def _allocations(stmt: Stmt, path: tuple[Stmt, ...]) -> Iterator[tuple[Allocate, tuple[Stmt, ...]]]:
+    """Allocations of a statement, with the enclosing statements from the outside in."""
     if isinstance(stmt, Allocate):
         yield stmt, path
     for child in stmt_children(stmt):
@@ -92,13 +95,13 @@ def _has_parallel(stmt: Stmt) -> bool:
 
 
 def _obstacle(buffer: Buffer, path: tuple[Stmt, ...], program: TensorProgram) -> str | None:
-    """Why the workspace stays in the program, or None."""
+    """Reason against lifting the workspace, or None."""
     if any(isinstance(s, For) and s.kind == "parallel" for s in path):
         return "each thread has one of its own, and how many there are is known only at run time"
     if any(isinstance(s, For) and s.kind == "vectorized" for s in path):
         return "each lane of a vector has one of its own"
-    inside = {s.var for s in path if isinstance(s, Binder)}
-    if any(v in inside for d in buffer.shape for v in d.free_vars()):
+    inner_vars = {s.var for s in path if isinstance(s, Binder)}
+    if any(v in inner_vars for d in buffer.shape for v in d.free_vars()):
         return "its size is known only inside of a loop, or by data"
     if any(isinstance(s, IfThenElse) for s in path):
         return "it is needed only under a condition"
@@ -106,10 +109,11 @@ def _obstacle(buffer: Buffer, path: tuple[Stmt, ...], program: TensorProgram) ->
     return f"it is not proven that its size {negative[0]} is not negative" if negative else None
 
 
-def _with_parameters(program: TensorProgram, found: _Found) -> TensorProgram:
-    parameters = {b: b if b.scope == "global" else replace(b, scope="global") for b in found.lifted}
-    local = {b: replace(b, scope="local") for b in found.on_stack}
-    body, count = _WithoutAllocations(found.lifted, program.body).stmt(program.body), len(found.lifted)
+def _with_parameters(program: TensorProgram, workspaces: _Workspaces) -> TensorProgram:
+    """The program with lifted workspaces as last parameters, and small ones as local buffers."""
+    parameters = {b: b if b.scope == "global" else replace(b, scope="global") for b in workspaces.lifted}
+    local = {b: replace(b, scope="local") for b in workspaces.on_stack}
+    body, count = _WithoutAllocations(workspaces.lifted, program.body).stmt(program.body), len(workspaces.lifted)
     changed = {old: new for old, new in {**parameters, **local}.items() if new is not old}
     body = Substitute(buffers=changed).stmt(body) if changed else body
     attrs = Attrs({**program.attrs, WORKSPACES: count}) if count else program.attrs
@@ -118,24 +122,24 @@ def _with_parameters(program: TensorProgram, found: _Found) -> TensorProgram:
 
 
 class _WithoutAllocations(ProgramRewriter):
-    """Takes the allocations of some buffers out, and goes no deeper than they lie."""
+    """Remove the allocations of some buffers; stops after the last of them."""
 
     def __init__(self, buffers: tuple[Buffer, ...], body: Stmt) -> None:
         super().__init__()
         self._buffers = frozenset(buffers)
-        self._left = sum(isinstance(s, Allocate) and s.buffer in self._buffers for s in walk_stmts(body))
+        self._num_remaining = sum(isinstance(s, Allocate) and s.buffer in self._buffers for s in walk_stmts(body))
 
     def stmt(self, stmt: Stmt) -> Stmt:
-        if not self._left:
+        if not self._num_remaining:
             return stmt
         if isinstance(stmt, Allocate) and stmt.buffer in self._buffers:
-            self._left -= 1
+            self._num_remaining -= 1
             return self.stmt(stmt.body)
         return super().stmt(stmt)
 
 
 class _PassWorkspaces(Rewriter):
-    """Calls that allocate what their programs now ask for. `module` is the one before."""
+    """Allocate the workspaces at each call and pass them. `module` is the module before the pass."""
 
     def __init__(self, module: IRModule, lifted: dict[str, tuple[Buffer, ...]]) -> None:
         super().__init__()
@@ -147,9 +151,9 @@ class _PassWorkspaces(Rewriter):
         buffers, program = self._lifted.get(value.callee.name), self._module[value.callee.name]
         if not buffers or not isinstance(program, TensorProgram):
             return None
-        at = dict(zip(program.symbols, value.sym_args, strict=True))
-        result = [self._allocate(buffer, tuple(substitute(d, at) for d in buffer.shape)) for buffer in buffers]
-        return replace(value, args=(*value.args, *result))
+        symbols = dict(zip(program.symbols, value.sym_args, strict=True))
+        workspaces = [self._allocate(buffer, tuple(substitute(d, symbols) for d in buffer.shape)) for buffer in buffers]
+        return replace(value, args=(*value.args, *workspaces))
 
     def _allocate(self, buffer: Buffer, shape: tuple[SymExpr, ...]) -> Var:
         allocation = get_op("memory.alloc_tensor")(ShapeValue(shape), dtype=buffer.dtype)

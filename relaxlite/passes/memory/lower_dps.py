@@ -1,4 +1,4 @@
-"""Destination-passing style: every call of a program or library routine gets its outputs allocated explicitly.
+"""Lower to destination-passing style: outputs of programs and library routines are allocated by the caller.
 
 y = call(f, x)      =>      y = memory.alloc_tensor(shape); call(f, x, y)
 """
@@ -15,19 +15,21 @@ from relaxlite.ir.visitor import Rewriter, map_functions
 
 
 def lower_dps(module: IRModule) -> IRModule:
-    """Allocate the outputs of every call explicitly, and pass them to it."""
+    """Allocate the outputs of every call explicitly, and pass them as last arguments."""
     return map_functions(module, lambda f: _LowerDps(module).function(f))
 
 
 class _LowerDps(Rewriter):
+    """Rewriter of calls of programs and library routines."""
+
     def __init__(self, module: IRModule) -> None:
         super().__init__()
         self._module = module
-        self._outputs: dict[Expr, tuple[Var, ...]] = {}  # of calls with several
+        self._outputs: dict[Expr, tuple[Var, ...]] = {}  # of calls with several outputs
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if isinstance(value, TupleGetItem) and value.value in self._outputs:
-            return self._outputs[value.value][value.index]  # so that each output lives as long as it is used itself
+            return self._outputs[value.value][value.index]  # lifetimes of outputs stay separate
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar) or value.ty == UNIT:
             return None
         if not isinstance(self._module[value.callee.name], TensorProgram | ExternFunction):

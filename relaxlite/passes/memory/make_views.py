@@ -1,10 +1,10 @@
-"""Copies of contiguous ranges become views: slices and splits of leading dimensions, a gather of one place.
+"""Replace copies of contiguous ranges by views: slices and splits of leading dimensions, a gather of one index.
 
     y = call(slice, x)        =>        y = memory.part(x, shape(offset), shape(n, m))        no kernel, no memory
 
-The loops say what is contiguous (contiguous.py), so that what fusion has made of an op is seen as well. Results of a
-body keep their kernel, as they must own their memory. A view keeps all of x alive: where that is much larger and would
-be dead by then, the copy stays.
+Contiguity is derived from the loops (contiguous.py), so that fused programs qualify too. Results of a body keep their
+kernel, as they must own their memory. A view extends the lifetime of all of x: where x is much larger than the view and
+would otherwise be dead, the copy stays.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from relaxlite.passes.loops.contiguous import (
 )
 from relaxlite.passes.memory.aliases import Aliases, Root, find_aliases
 
-SHORT_LIFE = 2  # steps that a view may keep its tensor alive whatever that costs
-MAX_KEPT = 4  # times the size of a view that it may keep alive for longer
+MAX_FREE_STEPS = 2  # lifetime of a view, in steps, up to which its source may be of any size
+MAX_RETAINED_RATIO = 4  # of source size to view size, for longer lifetimes
 _ANALYZER = Analyzer()
 
 
 def make_views(module: IRModule, context: PassContext) -> IRModule:
-    """Calls of programs that copy a contiguous range become views of it; programs that join contiguous ranges get the
-    attribute by which join_parts knows them."""
+    """Replace copies of contiguous ranges by views, and mark contiguous concatenations for join_parts."""
     copied = {name: copied_ranges(program) for name, program in module.programs().items()}
     ranges = {name: copied_range(program, copied[name]) for name, program in module.programs().items()}
     definitions: dict[str, Definition] = dict(module)
@@ -49,6 +48,7 @@ def make_views(module: IRModule, context: PassContext) -> IRModule:
 
 
 def _with_joins(program: TensorProgram, copied: CopiedRanges) -> TensorProgram:
+    """The program with the attribute CONCATENATES if it concatenates contiguous ranges."""
     inputs = concatenated_inputs(program, copied)
     if inputs is None:
         return program
@@ -57,13 +57,15 @@ def _with_joins(program: TensorProgram, copied: CopiedRanges) -> TensorProgram:
 
 
 class _MakeViews(Rewriter):
+    """Rewriter of calls of copying programs in one function."""
+
     def __init__(
         self, module: IRModule, context: PassContext, ranges: dict[str, CopiedRange | str | None], function: Function
     ) -> None:
         super().__init__()
         self._module, self._context, self._ranges = module, context, ranges
         self._aliases = find_aliases(function, module)
-        self._leaving = {root for body in bodies(function) for root in _results(body, self._aliases)}
+        self._result_roots = {root for body in bodies(function) for root in _results(body, self._aliases)}
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
@@ -88,22 +90,27 @@ class _MakeViews(Rewriter):
         return get_op("memory.part")(x, ShapeValue((start,)), ShapeValue(var.ty.shape), dtype=var.ty.dtype)
 
     def _obstacle(self, var: Var, x: Expr) -> str | None:
-        """Why the copy stays, or None."""
-        if var in self._leaving:
+        """Reason for keeping the copy, or None."""
+        if var in self._result_roots:
             return "it is a result, which has memory of its own"
         assert isinstance(x.ty, TensorType) and isinstance(var.ty, TensorType)
         roots = self._aliases.roots(x)
-        lasts = [self._aliases.last_use(root) for root in roots if isinstance(root, Var)]
-        mine = self._aliases.last_use(var)
-        is_made_here = all(isinstance(root, Var) and self._aliases.step(root) >= 0 for root in roots)
-        if not is_made_here or max(lasts, default=mine) >= mine or mine - self._aliases.step(var) <= SHORT_LIFE:
+        last_uses = [self._aliases.last_use(root) for root in roots if isinstance(root, Var)]
+        own_last_use = self._aliases.last_use(var)
+        is_local = all(isinstance(root, Var) and self._aliases.step(root) >= 0 for root in roots)
+        if (
+            not is_local
+            or max(last_uses, default=own_last_use) >= own_last_use
+            or own_last_use - self._aliases.step(var) <= MAX_FREE_STEPS
+        ):
             return None
-        size, kept = (product(ty.shape or ()) * dtypes.itemsize(ty.dtype) for ty in (var.ty, x.ty))
-        if _ANALYZER.can_prove_lt(size * MAX_KEPT, kept):
-            return f"it would keep alive the {kept} bytes that it is a small part of"
+        size, retained = (product(ty.shape or ()) * dtypes.itemsize(ty.dtype) for ty in (var.ty, x.ty))
+        if _ANALYZER.can_prove_lt(size * MAX_RETAINED_RATIO, retained):
+            return f"it would keep alive the {retained} bytes that it is a small part of"
         return None
 
 
 def _results(body: Body, aliases: Aliases) -> list[Root]:
+    """Roots of the results of a body."""
     fields = body.result.fields if isinstance(body.result, Tuple) else (body.result,)
     return [root for field in fields for root in aliases.roots(field)]

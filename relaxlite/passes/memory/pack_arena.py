@@ -1,9 +1,9 @@
-"""Packs tensors of symbolic sizes into one arena.
+"""Packing of tensors of symbolic sizes into one arena.
 
-For each pair of tensors that are alive at once it is decided, once and for all, which of the two lies below the other
-(arena_order.py). Then the offset of a tensor is the largest end of those below it, 0 where there are none: a longest
-path. So no two of them overlap *whatever the sizes are*; there is nothing to prove. Proofs only shorten expressions: an
-end that is provably never the largest is left out.
+For each pair of tensors that are live at once, the order search (arena_order.py) fixes which of the two lies below the
+other. The offset of a tensor is then the largest end of the tensors below it, 0 where there are none: a longest path.
+So no two live tensors overlap for any sizes, without proofs. Proofs only shorten expressions: an end that is provably
+never the largest is dropped.
 """
 
 from __future__ import annotations
@@ -13,158 +13,159 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.simplify import weight
+from relaxlite.ir.simplify import num_atoms
 from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, evaluate, smax, sym
 from relaxlite.passes.memory.arena_layers import search_layers
 from relaxlite.passes.memory.arena_order import Problem, Tenant, valuations
 from relaxlite.records import dataclass
 
 ALIGNMENT = 64
-_MAX_WEIGHT, _MAX_FAILURES = 20, 40  # of what proofs are tried for
+_MAX_WEIGHT, _MAX_FAILURES = 20, 40  # limits of attempted proofs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Base:
-    """The largest of several heights, under a name."""
+class OffsetBase:
+    """Named maximum of several offsets."""
 
     name: SymVar
-    operands: tuple[Height, ...]
-    full: SymExpr  # in terms of the symbols
-    level: int  # bases that its operands stand on have lower ones
+    operands: tuple[ArenaOffset, ...]
+    full: SymExpr  # in terms of the model's symbols
+    level: int  # greater than the levels of the operands' bases
     samples: np.ndarray
 
     @property
     def expr(self) -> SymExpr:
-        """In terms of names of bases and rooms."""
+        """The maximum in terms of names of bases and sizes."""
         return smax(*(operand.expr for operand in self.operands))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Height:
-    """A distance from the arena's beginning, in bytes: a base (None: the beginning) and the rooms on top of it."""
+class ArenaOffset:
+    """Distance from the start of the arena in bytes: a base (None: the start) plus a sum of sizes."""
 
-    base: Base | None
-    rooms: SymExpr  # in terms of the symbols
-    short: SymExpr  # in terms of the names of rooms
+    base: OffsetBase | None
+    rooms: SymExpr  # sum of aligned sizes in terms of the model's symbols
+    short: SymExpr  # the same sum in terms of names of sizes
     samples: np.ndarray  # its value at each of the packer's valuations
 
     @property
     def expr(self) -> SymExpr:
-        """In terms of names of bases and rooms."""
+        """The offset in terms of names of bases and sizes."""
         return self.short if self.base is None else self.base.name + self.short
 
     @property
     def full(self) -> SymExpr:
-        """In terms of the symbols."""
+        """The offset in terms of the model's symbols."""
         return self.rooms if self.base is None else self.base.full + self.rooms
 
     @property
-    def key(self) -> tuple[Base | None, SymExpr]:
+    def key(self) -> tuple[OffsetBase | None, SymExpr]:
+        """Structural key of the offset."""
         return self.base, self.rooms
 
 
 @dataclass(slots=True)
 class Packing:
-    """Where everything lies. `rooms`: sizes that got a name; `bases`: in the order in which they can be computed."""
+    """Offsets of all tensors. `rooms` names sizes of several terms; `bases` are in order of computation."""
 
-    places: list[Height]  # of each tenant
-    end: Height  # of the arena
+    places: list[ArenaOffset]  # of each tensor
+    end: ArenaOffset  # of the arena
     rooms: dict[SymExpr, SymVar]
-    bases: list[Base]
-    worst_ratio: float  # of the arena to the lower bound, rooms counted as aligned, at the packer's valuations
+    bases: list[OffsetBase]
+    worst_ratio: float  # of the arena to the lower bound of aligned sizes, at the packer's valuations
 
 
-def pack(tenants: Sequence[Tenant]) -> Packing:
-    """Places for all tenants, in one arena."""
-    rooms = _Rooms(tenants)
-    problem = Problem(tenants, rooms.samples)
+def pack(tensors: Sequence[Tenant]) -> Packing:
+    """Assign offsets in one arena to all tensors."""
+    sizes = _AlignedSizes(tensors)
+    problem = Problem(tensors, sizes.samples)
     order, ratio = search_layers(problem)
-    heights = _Heights(rooms, problem, order)
-    return Packing(heights.places, heights.end, rooms.names, heights.bases, ratio)
+    offsets = _Offsets(sizes, problem, order)
+    return Packing(offsets.places, offsets.end, sizes.names, offsets.bases, ratio)
 
 
-class _Rooms:
-    """The sizes of tenants, aligned and never negative, and their values at representative values of the symbols."""
+class _AlignedSizes:
+    """Sizes of tensors, aligned and not negative, with their values at representative values of the symbols."""
 
-    def __init__(self, tenants: Sequence[Tenant]) -> None:
+    def __init__(self, tensors: Sequence[Tenant]) -> None:
         analyzer = Analyzer()
-        sizes = dict.fromkeys(tenant.size for tenant in tenants)
+        sizes = dict.fromkeys(tensor.size for tensor in tensors)
         aligned = {size: ceildiv(size, ALIGNMENT) * ALIGNMENT for size in sizes}
-        rooms = {s: room if analyzer.can_prove_nonneg(s) else smax(room, 0) for s, room in aligned.items()}
-        self.of = [rooms[tenant.size] for tenant in tenants]
-        long = dict.fromkeys(room for room in self.of if len(room.terms) > 1)
-        self.names = {room: SymVar(f"size_{k}", divisor=ALIGNMENT) for k, room in enumerate(long)}
-        variables = tuple(dict.fromkeys(v for room in rooms.values() for v in room.free_vars()))
-        columns = list(_columns(list(rooms.values()), variables))
-        at = {room: row for room, *row in zip(rooms.values(), *columns, strict=True)}
-        self.samples = np.array([at[room] for room in self.of], dtype=float)
+        padded_sizes = {s: padded if analyzer.can_prove_nonneg(s) else smax(padded, 0) for s, padded in aligned.items()}
+        self.aligned = [padded_sizes[tensor.size] for tensor in tensors]
+        named_sizes = dict.fromkeys(padded for padded in self.aligned if len(padded.terms) > 1)
+        self.names = {padded: SymVar(f"size_{k}", divisor=ALIGNMENT) for k, padded in enumerate(named_sizes)}
+        variables = tuple(dict.fromkeys(v for padded in padded_sizes.values() for v in padded.free_vars()))
+        columns = list(_columns(list(padded_sizes.values()), variables))
+        values_of = {padded: row for padded, *row in zip(padded_sizes.values(), *columns, strict=True)}
+        self.samples = np.array([values_of[padded] for padded in self.aligned], dtype=float)
 
     def short(self, k: int) -> SymExpr:
-        return self.names.get(self.of[k], self.of[k])
+        return self.names.get(self.aligned[k], self.aligned[k])
 
 
-def _columns(rooms: Sequence[SymExpr], variables: tuple[SymVar, ...]) -> Iterator[list[int]]:
-    """The rooms' values at each valuation where they have one; at least one column."""
-    result = False
+def _columns(sizes: Sequence[SymExpr], variables: tuple[SymVar, ...]) -> Iterator[list[int]]:
+    """Values of the sizes at each valuation where they are defined; at least one column."""
+    has_column = False
     for values in valuations(variables):
         try:
-            yield [evaluate(room, values) for room in rooms]
-            result = True
+            yield [evaluate(size, values) for size in sizes]
+            has_column = True
         except ZeroDivisionError:
             continue
-    if not result:
-        yield [1] * len(rooms)
+    if not has_column:
+        yield [1] * len(sizes)
 
 
-class _Heights:
-    """Each tenant's offset as an expression: the largest end of its neighbours below, of as few as can be proven."""
+class _Offsets:
+    """Offset of each tensor: the largest end of its lower neighbours, over as few ends as provable."""
 
-    def __init__(self, rooms: _Rooms, problem: Problem, order: Sequence[int]) -> None:
+    def __init__(self, sizes: _AlignedSizes, problem: Problem, order: Sequence[int]) -> None:
         self._analyzer = Analyzer()
         self._proven: dict[tuple[object, object], bool] = {}
         self._failures = 0
-        self._joined: dict[frozenset[tuple[Base | None, SymExpr]], Height] = {}
-        self.bases: list[Base] = []
-        zero = np.zeros(rooms.samples.shape[1])
-        self.floor = Height(None, sym(0), sym(0), zero)
-        places, ends = dict[int, Height](), dict[int, Height]()
+        self._maxima: dict[frozenset[tuple[OffsetBase | None, SymExpr]], ArenaOffset] = {}
+        self.bases: list[OffsetBase] = []
+        zero_samples = np.zeros(sizes.samples.shape[1])
+        self.start = ArenaOffset(None, sym(0), sym(0), zero_samples)
+        places, ends = dict[int, ArenaOffset](), dict[int, ArenaOffset]()
         rank = {k: position for position, k in enumerate(order)}
-        near = [frozenset(neighbours) for neighbours in problem.neighbours]
+        neighbours_of = [frozenset(neighbours) for neighbours in problem.neighbours]
         for k in order:
             below = [j for j in problem.neighbours[k] if rank[j] < rank[k]]
-            places[k] = self._join([ends[j] for j in _tops(below, near, rank)])
-            ends[k] = self._raise(places[k], rooms, k)
+            places[k] = self._maximum([ends[j] for j in _maximal(below, neighbours_of, rank)])
+            ends[k] = self._add_size(places[k], sizes, k)
         self.places = [places[k] for k in range(len(order))]
-        self.end = self._join([ends[k] for k in _tops(order, near, rank)])
+        self.end = self._maximum([ends[k] for k in _maximal(order, neighbours_of, rank)])
 
-    def _raise(self, height: Height, rooms: _Rooms, k: int) -> Height:
-        result = height.rooms + rooms.of[k], height.short + rooms.short(k), height.samples + rooms.samples[k]
-        return Height(height.base, *result)
+    def _add_size(self, offset: ArenaOffset, sizes: _AlignedSizes, k: int) -> ArenaOffset:
+        result = offset.rooms + sizes.aligned[k], offset.short + sizes.short(k), offset.samples + sizes.samples[k]
+        return ArenaOffset(offset.base, *result)
 
-    def _join(self, heights: Sequence[Height]) -> Height:
-        """The largest of them."""
-        kept: list[Height] = []
-        for height in {height.key: height for height in heights}.values():
-            if not any(self._is_below(height, other) for other in kept):
-                kept = [other for other in kept if not self._is_below(other, height)]
-                kept.append(height)
-        if len(kept) <= 1:
-            return kept[0] if kept else self.floor
-        key = frozenset(height.key for height in kept)
-        if key not in self._joined:
-            self._joined[key] = self._new_base(tuple(kept))
-        return self._joined[key]
+    def _maximum(self, offsets: Sequence[ArenaOffset]) -> ArenaOffset:
+        """The largest of several offsets."""
+        operands: list[ArenaOffset] = []
+        for offset in {offset.key: offset for offset in offsets}.values():
+            if not any(self._is_below(offset, operand) for operand in operands):
+                operands = [operand for operand in operands if not self._is_below(operand, offset)]
+                operands.append(offset)
+        if len(operands) <= 1:
+            return operands[0] if operands else self.start
+        key = frozenset(offset.key for offset in operands)
+        if key not in self._maxima:
+            self._maxima[key] = self._new_base(tuple(operands))
+        return self._maxima[key]
 
-    def _new_base(self, operands: tuple[Height, ...]) -> Height:
-        level = 1 + max(0 if height.base is None else height.base.level for height in operands)
+    def _new_base(self, operands: tuple[ArenaOffset, ...]) -> ArenaOffset:
+        level = 1 + max(0 if offset.base is None else offset.base.level for offset in operands)
         name = SymVar(f"place_{len(self.bases)}", divisor=ALIGNMENT)
-        samples = np.max([height.samples for height in operands], axis=0)
-        base = Base(name, operands, smax(*(height.full for height in operands)), level, samples)
+        samples = np.max([offset.samples for offset in operands], axis=0)
+        base = OffsetBase(name, operands, smax(*(offset.full for offset in operands)), level, samples)
         self.bases.append(base)
-        return Height(base, sym(0), sym(0), samples)
+        return ArenaOffset(base, sym(0), sym(0), samples)
 
-    def _is_below(self, a: Height, b: Height) -> bool:
-        """Whether a <= b is proven for all values of the symbols. Where it is false at a sample, nothing is tried."""
+    def _is_below(self, a: ArenaOffset, b: ArenaOffset) -> bool:
+        """Whether a <= b is proven for all values of the symbols. Not tried where a sample contradicts."""
         if not (a.samples <= b.samples).all():
             return False
         key = (a.key, b.key)
@@ -172,36 +173,35 @@ class _Heights:
             self._proven[key] = self._prove(a, b)
         return self._proven[key]
 
-    def _prove(self, a: Height, b: Height) -> bool:
-        """On one base by the rooms; else b is at least what its base is the largest of, and a is one of its own."""
-        if (a.base is b.base or a.base is None) and self._is_less(a.rooms, b.rooms):
+    def _prove(self, a: ArenaOffset, b: ArenaOffset) -> bool:
+        """Prove a <= b: by sizes on a common base, by an operand of b's base, or by all operands of a's base."""
+        if (a.base is b.base or a.base is None) and self._prove_le(a.rooms, b.rooms):
             return True
-        if b.base is not None and any(self._is_below(a, _on(operand, b)) for operand in b.base.operands):
+        if b.base is not None and any(self._is_below(a, _on_operand(operand, b)) for operand in b.base.operands):
             return True
-        return a.base is not None and all(self._is_below(_on(operand, a), b) for operand in a.base.operands)
+        return a.base is not None and all(self._is_below(_on_operand(operand, a), b) for operand in a.base.operands)
 
-    def _is_less(self, a: SymExpr, b: SymExpr) -> bool:
-        """Whether a <= b is proven. What is left out only costs an operand, so failures have a budget."""
+    def _prove_le(self, a: SymExpr, b: SymExpr) -> bool:
+        """Whether a <= b is proven. A missed proof only costs an operand, so failures have a budget."""
         difference = b - a
         lower = self._analyzer.interval(difference)[0]
         if lower is not None and lower >= 0:
             return True
-        if weight(difference) > _MAX_WEIGHT or self._failures >= _MAX_FAILURES:
+        if num_atoms(difference) > _MAX_WEIGHT or self._failures >= _MAX_FAILURES:
             return False
         is_proven = self._analyzer.can_prove_nonneg(difference)
         self._failures += not is_proven
         return is_proven
 
 
-def _on(operand: Height, height: Height) -> Height:
-    """The rooms of a height on an operand of its base: one of the values that the height is the largest of."""
-    assert height.base is not None
-    samples = operand.samples + (height.samples - height.base.samples)
-    return Height(operand.base, operand.rooms + height.rooms, operand.short + height.short, samples)
+def _on_operand(operand: ArenaOffset, offset: ArenaOffset) -> ArenaOffset:
+    """The offset with an operand of its base in place of the base. The offset is the maximum of these."""
+    assert offset.base is not None
+    samples = operand.samples + (offset.samples - offset.base.samples)
+    return ArenaOffset(operand.base, operand.rooms + offset.rooms, operand.short + offset.short, samples)
 
 
-def _tops(below: Sequence[int], near: Sequence[frozenset[int]], rank: dict[int, int]) -> list[int]:
-    """Those that none of the others lies on: an end of what lies under another is never the largest. Of a tenant that
-    lives long nearly all others are neighbours, of which few are among these."""
+def _maximal(below: Sequence[int], neighbours_of: Sequence[frozenset[int]], rank: dict[int, int]) -> list[int]:
+    """Tensors below that no other of them lies on. The end of a tensor under another is never the largest."""
     inside = frozenset(below)
-    return [j for j in below if not any(rank[i] > rank[j] for i in near[j] & inside)]
+    return [j for j in below if not any(rank[i] > rank[j] for i in neighbours_of[j] & inside)]

@@ -1,4 +1,4 @@
-"""What a memory plan is, for those who show, check or measure one: plain data in terms of the symbols."""
+"""Memory plan as plain data in terms of the symbols, for display, checks and measurements."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _EXAMPLES = (1, 16, 128, 1024)
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor of `nbytes` bytes at `offset` of the arena, alive from step `first` to step `last`, both included.
+    """Tensor of `nbytes` bytes at `offset` of the arena, live from step `first` to step `last`, both included.
 
-    `inside` names the tensor whose memory this one is part of or takes over (a view, a result computed in place, what
-    another branch of an If gives back). In the steps of a pause another branch runs than the one that makes the tensor.
+    `inside` names the tensor whose memory this tensor shares: it is a view, an in-place result, or the counterpart in
+    the other branch of an If. In the steps of `pauses` a branch runs that excludes the tensor.
     """
 
     name: str
@@ -30,7 +30,7 @@ class PlannedTensor:
     pauses: tuple[tuple[int, int], ...] = ()
 
     def steps(self) -> Iterator[int]:
-        """Those in which it is alive."""
+        """Steps in which the tensor is live."""
         for step in range(self.first, self.last + 1):
             if not any(first <= step <= last for first, last in self.pauses):
                 yield step
@@ -38,10 +38,10 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The arena of one function: `steps` are what runs in order (a text each), `tensors` what lives in the arena.
+    """Arena of one function: `steps` describes the bindings in order, `tensors` the tensors in the arena.
 
-    `most`: bytes that the arena never exceeds, None where a symbol that it depends on has no upper bound.
-    `outside`: names of intermediates that lie elsewhere, for their sizes or lives are known only later.
+    `most`: upper bound of the arena in bytes, None where a symbol in its size has no upper bound. `outside`: names of
+    intermediates with memory of their own, as their size or lifetime is known only later.
     """
 
     function: str
@@ -52,10 +52,11 @@ class MemoryPlan:
     outside: tuple[str, ...] = ()
 
     def arena_bytes(self, at: Mapping[SymVar, int]) -> int:
+        """Size of the arena in bytes at these sizes."""
         return evaluate(self.arena, at)
 
     def live_bytes(self, at: Mapping[SymVar, int]) -> list[int]:
-        """For each step the sum of the tensors that are alive in it; those inside others count with them."""
+        """Bytes of the live tensors in each step. Tensors inside others are not counted again."""
         totals = [0] * len(self.steps)
         for tensor in self.tensors:
             if tensor.inside is None:
@@ -65,11 +66,11 @@ class MemoryPlan:
         return totals
 
     def lower_bound(self, at: Mapping[SymVar, int]) -> int:
-        """Bytes that any plan needs: the largest sum of tensors alive at once."""
+        """Lower bound in bytes of any plan: the largest sum of tensors live at once."""
         return max(self.live_bytes(at), default=0)
 
     def summary(self) -> dict[str, Any]:
-        """What an executable keeps of the plan: its size as text, its bound, and its bytes at some sizes."""
+        """Metadata for an executable: the arena as text, its upper bound, and bytes at example sizes."""
         sizes = (self.arena, *(tensor.nbytes for tensor in self.tensors))
         variables = tuple(dict.fromkeys(v for size in sizes for v in size.free_vars()))
         samples = dict.fromkeys(tuple(nearest(v, size) for v in variables) for size in _EXAMPLES if variables)
@@ -77,7 +78,7 @@ class MemoryPlan:
         for values in samples:
             at = dict(zip(variables, values, strict=True))
             named = {v.name: size for v, size in at.items()}
-            with suppress(ZeroDivisionError):  # no sizes
+            with suppress(ZeroDivisionError):  # these sizes are illegal
                 examples.append({"sizes": named, "bytes": self.arena_bytes(at), "least": self.lower_bound(at)})
         result = {"arena_bytes": str(self.arena), "at_most": self.most, "outside": len(self.outside)}
         return {**result, "examples": examples}

@@ -1,11 +1,12 @@
-"""Results in place: where an operand dies at a call and the program can be computed in its memory, the result takes it.
+"""In-place results: a result reuses the memory of an operand that dies at the call, where the program supports it.
 
     y = memory.alloc_tensor(shape(n, m))          y = memory.part(x, shape(0), shape(n, m))
     call(add_relu, x, b, y)                =>     call(add_relu, x, b, y)              x is not read any more
 
-Which outputs of a program may take over which inputs, its attribute says (in_place.py). An operand must be memory that
-this body has allocated, all of it dead after the call (aliases.py), and no other operand of the call may lie in it.
-A result that leaves the body takes all of its operand's memory or none, so that it owns just what it needs.
+The attribute IN_PLACE of a program lists the outputs that may take over inputs (in_place.py). The operand must be
+memory that this body has allocated, all of it dead after the call (aliases.py), and no other operand of the call may
+overlap it. A result that escapes the body takes over all memory of the operand or none, so that it owns no more than it
+needs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ANALYZER = Analyzer()
 
 
 def reuse_operands(module: IRModule, context: PassContext) -> IRModule:
-    """Results take over the memory of operands that die."""
+    """Place results in the memory of operands that die at the call."""
     definitions: dict[str, Definition] = dict(module)
     for name, function in module.functions().items():
         result = _FindOperands(module, context, find_aliases(function, module))
@@ -41,17 +42,19 @@ def reuse_operands(module: IRModule, context: PassContext) -> IRModule:
 
 @dataclass(slots=True)
 class _Memory:
-    """The allocations of one body: those that nothing has used yet, and those that something has."""
+    """Allocations of one body: `fresh` without any use so far, `used` with uses."""
 
     fresh: set[Var] = field(default_factory=set)
     used: set[Var] = field(default_factory=set)
 
 
 class _FindOperands:
+    """Select the operand, if any, whose memory each result takes over."""
+
     def __init__(self, module: IRModule, context: PassContext, aliases: Aliases) -> None:
         self._module, self._context, self._aliases = module, context, aliases
-        self.operand_of: dict[Var, Var] = {}  # by allocation of a result: the operand that it takes over
-        self._taken: dict[Var, Var] = {}  # by allocation: the one in whose memory it lies now
+        self.operand_of: dict[Var, Var] = {}  # allocation of a result -> operand whose memory it reuses
+        self._taken: dict[Var, Var] = {}  # allocation -> allocation whose memory it reuses
 
     def body(self, body: Body) -> None:
         memory = _Memory()
@@ -66,9 +69,9 @@ class _FindOperands:
             program = self._module[value.callee.name]
             if isinstance(program, TensorProgram) and len(value.args) == len(program.params):
                 self._call(binding.var, value, program, memory)
-        now = memory.fresh.intersection(root for var in used_vars(value) for root in self._aliases.roots(var))
-        memory.fresh -= now
-        memory.used |= now
+        newly_used = memory.fresh.intersection(root for var in used_vars(value) for root in self._aliases.roots(var))
+        memory.fresh -= newly_used
+        memory.used |= newly_used
         if isinstance(value, Call) and isinstance(value.callee, Op) and value.callee.name == "memory.alloc_tensor":
             memory.fresh.add(binding.var)
 
@@ -76,8 +79,8 @@ class _FindOperands:
         pairs = program.attrs.get(IN_PLACE, ())
         assert isinstance(pairs, tuple) and isinstance(call.callee, GlobalVar)
         used: set[Var] = set()
-        for x_at, out_at in pairs:  # type: ignore[misc, str-unpack]
-            x, out = call.args[x_at], call.args[out_at]  # type: ignore[index]
+        for input_number, output_number in pairs:  # type: ignore[misc, str-unpack]
+            x, out = call.args[input_number], call.args[output_number]  # type: ignore[index]
             if not isinstance(x, Var) or not isinstance(out, Var) or x in used or out in self.operand_of:
                 continue
             reason = self._obstacle(at, call, x, out, memory)
@@ -96,7 +99,7 @@ class _FindOperands:
         )
 
     def _obstacle(self, at: Var, call: Call, x: Var, out: Var, memory: _Memory) -> str | None:
-        """Why the result cannot take over the operand's memory, or None."""
+        """Reason against reusing the operand's memory, or None."""
         roots = self._aliases.roots(x)
         if out not in memory.fresh or self._aliases.step(x) > self._aliases.step(out):
             return "the result is not allocated for this call alone"
@@ -110,13 +113,13 @@ class _FindOperands:
             return f"another operand shares the memory of '{x.name}'"
         if not self._fits(out, x):
             return f"it is not proven that the result is not larger than '{x.name}'"
-        leaves = self._aliases.last_use(out) >= self._aliases.end
-        if leaves and not self._fills(out, owner):
+        escapes = self._aliases.last_use(out) >= self._aliases.end
+        if escapes and not self._fills(out, owner):
             return f"the result leaves the function, and '{x.name}' is only a part of its memory"
         return None
 
     def _owner(self, var: Var) -> Var | None:
-        """The allocation in which the variable lies, if it is one that is known."""
+        """The allocation in which the variable lies; None if unknown."""
         roots = self._aliases.roots(var)
         root = roots[0] if len(roots) == 1 and isinstance(roots[0], Var) else None
         while root is not None and root in self._taken:
@@ -124,17 +127,21 @@ class _FindOperands:
         return root
 
     def _fits(self, out: Var, x: Var) -> bool:
+        """Whether the result provably fits into the operand."""
         assert isinstance(out.ty, TensorType) and isinstance(x.ty, TensorType)
-        size, room = tensor_bytes(out.ty), tensor_bytes(x.ty)
-        return size is room or _ANALYZER.can_prove_le(size, room)
+        size, capacity = tensor_bytes(out.ty), tensor_bytes(x.ty)
+        return size is capacity or _ANALYZER.can_prove_le(size, capacity)
 
     def _fills(self, out: Var, x: Var) -> bool:
+        """Whether the result provably has the size of the allocation."""
         assert isinstance(out.ty, TensorType) and isinstance(x.ty, TensorType)
-        size, room = tensor_bytes(out.ty), tensor_bytes(x.ty)
-        return size is room or _ANALYZER.can_prove_equal(size, room)
+        size, capacity = tensor_bytes(out.ty), tensor_bytes(x.ty)
+        return size is capacity or _ANALYZER.can_prove_equal(size, capacity)
 
 
 class _TakeOver(Rewriter):
+    """Replace allocations of results by parts of operands."""
+
     def __init__(self, operand_of: dict[Var, Var]) -> None:
         super().__init__()
         self._operand_of = operand_of

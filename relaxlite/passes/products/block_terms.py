@@ -1,17 +1,17 @@
-"""The part of what a block of quantized weights adds that products of tiles can compute (blocks_amx.py).
+"""Matching of the integer sums that a block of weights contributes, which AMX and others compute (blocks_amx.py).
 
     start + x[row, 0:4] . quads[0, column] + x[row, 4:8] . quads[1, column] + ...
 
-with bytes of both; or two such sums, the first shifted, of the high and low bytes of x. Zero points, and offsets of
-mixed codes, that stand in the start go into the quads where these stay signed bytes; and where shifted quads are bytes,
-too, two sums are one of twice the depth.
+with bytes of both, quads being dp4a groups of codes; or two such sums, the first shifted, of the high and low bytes
+of x. Zero points, and offsets of mixed codes, that the start subtracts are folded into the codes where these stay
+signed bytes; and where shifted codes are bytes, too, two sums become one of twice the depth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relaxlite.ir.intrinsics import DOT4_BYTES, PACKED_BYTES
+from relaxlite.ir.intrinsics import DOT4_PACKED_U8S8, PACK_BYTES
 from relaxlite.ir.ops.block_codes import four_bytes
 from relaxlite.ir.ops.scalars import Scalar
 from relaxlite.ir.program import Binary, Cast, Intrinsic, Literal, Load, Value
@@ -20,22 +20,23 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
 from relaxlite.passes.products.prologue import Replacement, symbols_of
 from relaxlite.records import dataclass
 
-MAX_DEPTH = 64  # bytes in a row of a tile
+MAX_DEPTH = 64  # bytes in a row of an AMX tile
 ORIGIN = 3 << 22
-"""As a float32, its bits plus an integer below MOVED are those of ORIGIN + this integer: MAX_DEPTH * 255 * 128 is."""
+"""The bits of float32(ORIGIN) plus an integer below MOVED are those of float32(ORIGIN + integer). Sums of MAX_DEPTH
+products are below: MAX_DEPTH * 255 * 128."""
 ORIGIN_BITS, MOVED = 0x4B400000, 1 << 22
 
-SIGN = 128  # that a signed byte is moved by to be an unsigned one, as its xor with it does
+SIGN = 128  # added to a signed byte to make it unsigned, by xor
 SIGNS = four_bytes(SIGN)
 _ONES = 0x01010101
-_BITS = {"float16": 11, "bfloat16": 8, "int8": 8, "uint8": 8}  # of a number, without its exponent
+_SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8, "int8": 8, "uint8": 8}  # significant bits of a number
 FLOAT_BITS = 24
-_EXACT = FLOAT_BITS - (ORIGIN >> 22).bit_length()
+_MAX_SCALE_BITS = FLOAT_BITS - (ORIGIN >> 22).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
 class _Term:
-    """A dot product: a quad, the first byte of a word of x, and the greatest that the quad's bytes may be."""
+    """A dot product of four bytes: a dp4a group of codes, the first byte of x, and the maximum of the codes."""
 
     code: Value
     x: Load
@@ -44,63 +45,70 @@ class _Term:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """start + the products of a block's quads with words of x."""
+    """start + the sum of products of a block's dp4a groups of codes with bytes of x."""
 
     start: Value
     codes: tuple[Value, ...]
-    greatest: int  # of their bytes
-    x: Load  # the first byte
+    greatest: int  # maximum of the codes
+    x: Load  # the first byte of x
 
     @property
     def depth(self) -> int:
         return 4 * len(self.codes)
 
     def word(self, q: SymExpr) -> Value:
-        """The four bytes of x that quad q is multiplied by."""
+        """Return the packed int32 of the four bytes of x that dp4a group `q` is multiplied by."""
         *before, first = self.x.indices
         return Intrinsic(
-            PACKED_BYTES, tuple(Load(self.x.buffer, (*before, first + q * 4 + b)) for b in range(4)), "int32"
+            PACK_BYTES, tuple(Load(self.x.buffer, (*before, first + q * 4 + b)) for b in range(4)), "int32"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """`value`, the integer that a block comes to, by products of tiles: start + (the first << shift) + the second."""
+    """The integer sum `value` of a block as AMX products: start + (first << shift) + second, or start + first."""
 
     value: Value
-    x: tuple[Load, ...]  # where the first row of each product's x begins
-    quads: tuple[Value, ...]  # what they are multiplied by, one row of a tile each
+    x: tuple[Load, ...]  # the first byte of x of each product
+    quads: tuple[Value, ...]  # dp4a groups of codes, one row of an AMX tile each
     is_signed: bool
     start: Value | None
     shift: int = 0
 
     @property
     def depth(self) -> int:
-        """Bytes in a row."""
+        """Bytes in a row of x."""
         return 4 * len(self.quads)
 
-    def of_floats(self, value: Value, rows: SymVar, made: Value) -> Value | None:
-        """`value` out of ORIGIN + products, or None. A product times a scale of its column is rounded once, as
-        float(product) * scale would be: the scale has so few bits that ORIGIN * scale is exact."""
+    def of_floats(self, value: Value, rows: SymVar, float_result: Value) -> Value | None:
+        """Rewrite `value` to read `float_result`, the float ORIGIN + product, instead of the integer sum; None:
+        impossible.
+
+        fma(ORIGIN + product, scale, -ORIGIN * scale) is rounded once, as float(product) * scale would be: the scale has
+        so few bits that ORIGIN * scale is exact.
+        """
         if len(self.x) > 1 or self.start is not None:
             return None
-        part = scaled_at_once(value, self.value, rows)
-        if part is None:
+        scaling = scaled_at_once(value, self.value, rows)
+        if scaling is None:
             return None
-        offset = Binary("mul", part.b, Literal(-float(ORIGIN), "float32"))
-        result = Replacement({id(part): Intrinsic("fma", (made, part.b, offset), "float32")}).value(value)
-        return None if any(v is self.value for v in walk_values(result)) else result
+        offset = Binary("mul", scaling.b, Literal(-float(ORIGIN), "float32"))
+        rewritten = Replacement({id(scaling): Intrinsic("fma", (float_result, scaling.b, offset), "float32")}).value(
+            value
+        )
+        return None if any(v is self.value for v in walk_values(rewritten)) else rewritten
 
-    def combined(self, made: Sequence[Value]) -> Value:
-        total = Scalar(made[0])
-        if len(made) > 1:
-            total = total.binary("shift_left", self.shift) + Scalar(made[1])
+    def combined(self, products: Sequence[Value]) -> Value:
+        """Return the integer sum of a block from its one or two AMX products."""
+        total = Scalar(products[0])
+        if len(products) > 1:
+            total = total.binary("shift_left", self.shift) + Scalar(products[1])
         return (total if self.start is None else Scalar(self.start) + total).value
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """`value`, the integer that a block comes to: a sum, or one shifted plus another of the same quads."""
+    """The integer sum `value` of a block: one `Sum`, or (first << shift) + second with the same codes."""
 
     value: Value
     sums: tuple[Sum, ...]
@@ -108,12 +116,12 @@ class Sums:
 
     @property
     def symbols(self) -> set[SymVar]:
-        """What the places of x depend on."""
+        """Symbols in the indices of x."""
         return {v for part in self.sums for index in part.x.indices for v in index.free_vars()}
 
 
 def scaled(value: Value, total: Value) -> Binary | None:
-    """Where a value multiplies the total, as a float, with something."""
+    """Find the product of float(total) and a scale in a value; None: there is none."""
     for part in walk_values(value):
         if isinstance(part, Binary) and part.op == "mul" and isinstance(part.a, Cast) and part.a.x is total:
             return part
@@ -121,20 +129,20 @@ def scaled(value: Value, total: Value) -> Binary | None:
 
 
 def scaled_at_once(value: Value, total: Value, rows: SymVar) -> Binary | None:
-    """The same, where the other is a scale of the column of so few bits that ORIGIN * scale is exact."""
+    """Find the product of float(total) and a scale of the column so short that ORIGIN * scale is exact; None: none."""
     part = scaled(value, total)
-    return None if part is None or rows in symbols_of(part.b) or significant(part.b) > _EXACT else part
+    return None if part is None or rows in symbols_of(part.b) or significant(part.b) > _MAX_SCALE_BITS else part
 
 
 def find_products(value: Value) -> Products | None:
-    """The part of a value that tiles can compute; None: there is none, or more than one."""
+    """Find the part of a value that AMX products compute; None: there is none, or more than one."""
     sums = find_sums(value)
-    return None if sums is None else _laid_out(sums.value, sums.sums, sums.shift)
+    return None if sums is None else _fold_zeros(sums.value, sums.sums, sums.shift)
 
 
 def find_sums(value: Value) -> Sums | None:
-    """The part of a value that is sums of dot products; None: there is none, or more than one."""
-    result = _sums(value)
+    """Find the part of a value that is sums of dot products; None: there is none, or more than one."""
+    result = _match_sums(value)
     if result is not None:
         return result
     parts = [part for child in value_children(value) if (part := find_sums(child)) is not None]
@@ -142,7 +150,7 @@ def find_sums(value: Value) -> Sums | None:
 
 
 def largest(found: Sums) -> int | None:
-    """How far from 0 the sums may be; None: that is not known."""
+    """Return a bound of the absolute value of the sums; None: unknown."""
     last = found.sums[-1]
     zeros = zeros_of(last)
     if not any(zeros) and _zero_of(last.start) != 0:
@@ -151,17 +159,17 @@ def largest(found: Sums) -> int | None:
     return of_codes * (SIGN if len(found.sums) == 1 else SIGN + (SIGN << found.shift))
 
 
-def _sums(value: Value) -> Sums | None:
-    """A sum of dot products, or such a sum shifted plus another."""
-    last = _sum(value)
+def _match_sums(value: Value) -> Sums | None:
+    """Match a sum of dot products, or such a sum shifted plus another; None: neither."""
+    last = _match_sum(value)
     if last is not None:
         return Sums(value, (last,))
     if not isinstance(value, Binary) or value.op != "add" or not isinstance(value.a, Binary):
         return None
-    shifted, last = value.a, _sum(value.b)
+    shifted, last = value.a, _match_sum(value.b)
     if shifted.op != "shift_left" or not isinstance(shifted.b, Literal):
         return None
-    high = _sum(shifted.a)
+    high = _match_sum(shifted.a)
     if high is None or last is None or _zero_of(high.start) != 0 or len(high.codes) != len(last.codes):
         return None
     if any(a is not b for a, b in zip(high.codes, last.codes, strict=True)):
@@ -169,8 +177,8 @@ def _sums(value: Value) -> Sums | None:
     return Sums(value, (high, last), int(shifted.b.value))
 
 
-def _laid_out(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
-    """Zero points that starts stand for go into the codes. Two sums are one where shifted codes are bytes, too."""
+def _fold_zeros(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
+    """Fold zero points of the start into the codes, and merge two sums into one where shifted codes are bytes."""
     last = sums[-1]
     zeros, greatest, codes = zeros_of(last), last.greatest, [Scalar(code) for code in last.codes]
     is_signed = any(zeros) and fit_signed(zeros, greatest)
@@ -178,30 +186,30 @@ def _laid_out(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
         codes = [less_zero(code, zero) for code, zero in zip(codes, zeros, strict=True)]
     x = tuple(s.x for s in sums)
     start = None if is_signed or _zero_of(last.start) == 0 else last.start
-    follows = len(x) > 1 and as_int(x[1].indices[-1] - x[0].indices[-1]) == last.depth
+    is_contiguous = len(x) > 1 and as_int(x[1].indices[-1] - x[0].indices[-1]) == last.depth
     bits = greatest.bit_length()
-    least, most = (-max(zeros), (1 << bits) - 1 - min(zeros)) if is_signed else (0, (1 << bits) - 1)
-    is_byte = least << shift >= -128 and most << shift <= (127 if is_signed else 255)
-    if follows and is_byte and 2 * last.depth <= MAX_DEPTH:
-        raised = [code.binary("shift_left", shift) & four_bytes(255 << shift & 255) for code in codes]
-        codes, x = [*raised, *codes], x[:1]
+    min_code, max_code = (-max(zeros), (1 << bits) - 1 - min(zeros)) if is_signed else (0, (1 << bits) - 1)
+    is_byte = min_code << shift >= -128 and max_code << shift <= (127 if is_signed else 255)
+    if is_contiguous and is_byte and 2 * last.depth <= MAX_DEPTH:
+        shifted = [code.binary("shift_left", shift) & four_bytes(255 << shift & 255) for code in codes]
+        codes, x = [*shifted, *codes], x[:1]
     return Products(value, x, tuple(code.value for code in codes), is_signed, start, shift)
 
 
 def fit_signed(zeros: Sequence[int], greatest: int) -> bool:
-    """Whether all quads, of bytes up to `greatest`, less their zero points are made signed bytes by `less_zero`."""
+    """Whether `less_zero` makes signed bytes of codes up to `greatest` with these zero points."""
     return all(zero == SIGN or greatest < SIGN for zero in zeros)
 
 
 def less_zero(code: Scalar, zero: int) -> Scalar:
-    """Each byte of a quad less the zero point, as a signed byte."""
+    """Subtract the zero point from each byte of a dp4a group; the results are signed bytes."""
     if zero == SIGN:
         return code.binary("xor", SIGNS)
     return ((code | SIGNS) - zero * _ONES).binary("xor", SIGNS) if zero else code  # no byte borrows from the next
 
 
 def zeros_of(summed: Sum) -> list[int]:
-    """What the start takes off each quad; nothing where that is not known."""
+    """Return the zero point that the start subtracts from each dp4a group; zeros where unknown."""
     zero = _zero_of(summed.start)
     if zero is not None:
         return [zero] * len(summed.codes)
@@ -212,46 +220,48 @@ def zeros_of(summed: Sum) -> list[int]:
 
 
 def _zero_of(start: Value) -> int | None:
-    """The zero point z in 0 - z * (the sum of x), which matmul_blocks starts from; 0 for 0."""
+    """Match the start 0 - z * (sum of x) of matmul_blocks and return z; 0 for a start of 0; None: neither."""
     if isinstance(start, Literal) and start.value == 0:
         return 0
-    taken = _taken(start)
-    return taken[0] if taken is not None and _zero_of(taken[1]) == 0 else None
+    match = _match_subtraction(start)
+    return match[0] if match is not None and _zero_of(match[1]) == 0 else None
 
 
 def _offset_of(start: Value) -> int | None:
-    """The offset z in 0 + z * (a sum of x) - z * (the sum of x), which mixed codes start from: some have an offset, and
-    the first sum is that of the others' x."""
-    last = _taken(start)
-    first = None if last is None else _taken(last[1])
-    if last is None or first is None or _zero_of(first[1]) != 0:
+    """Match the start 0 + z * (a partial sum of x) - z * (sum of x) of mixed codes and return the offset z; None: no.
+
+    Some codes have the offset; the partial sum is over the x of codes that have none.
+    """
+    outer = _match_subtraction(start)
+    inner = None if outer is None else _match_subtraction(outer[1])
+    if outer is None or inner is None or _zero_of(inner[1]) != 0:
         return None
-    return last[0] if first[0] == -last[0] else None
+    return outer[0] if inner[0] == -outer[0] else None
 
 
 def _has_offset(code: Value, offset: int) -> bool:
-    """Whether an offset was added to each byte."""
+    """Whether `code` adds the offset to each byte of a dp4a group."""
     if not isinstance(code, Binary) or code.op != "add" or not isinstance(code.b, Literal):
         return False
     return code.b.value == four_bytes(offset)
 
 
-def _taken(start: Value) -> tuple[int, Value] | None:
-    """(z, rest) where the start is the rest - z * a sum."""
+def _match_subtraction(start: Value) -> tuple[int, Value] | None:
+    """Match rest - z * (a sum) and return (z, rest); None: no match."""
     if not isinstance(start, Binary) or start.op != "sub":
         return None
-    taken = start.b
-    if not isinstance(taken, Binary) or taken.op != "mul" or not isinstance(taken.a, Load):
+    term = start.b
+    if not isinstance(term, Binary) or term.op != "mul" or not isinstance(term.a, Load):
         return None
-    return (int(taken.b.value), start.a) if isinstance(taken.b, Literal) else None
+    return (int(term.b.value), start.a) if isinstance(term.b, Literal) else None
 
 
-def _sum(value: Value) -> Sum | None:
-    """Two chains of dot products, added."""
+def _match_sum(value: Value) -> Sum | None:
+    """Match the sum of two chains of dot products over contiguous bytes of x; None: no match."""
     if not isinstance(value, Binary) or value.op != "add":
         return None
-    (start, first), (other, second) = _chain(value.a), _chain(value.b)
-    if not first or not second or not isinstance(other, Literal) or other.value != 0:
+    (start, first), (second_start, second) = _match_chain(value.a), _match_chain(value.b)
+    if not first or not second or not isinstance(second_start, Literal) or second_start.value != 0:
         return None
     terms: list[tuple[int, _Term]] = []
     base = first[0].x
@@ -263,16 +273,16 @@ def _sum(value: Value) -> Sum | None:
     terms.sort(key=lambda term: term[0])
     if [offset for offset, _ in terms] != list(range(0, 4 * len(terms), 4)):
         return None
-    result = [term for _, term in terms]
-    return Sum(start, tuple(t.code for t in result), max(t.greatest for t in result), result[0].x)
+    sorted_terms = [term for _, term in terms]
+    return Sum(start, tuple(t.code for t in sorted_terms), max(t.greatest for t in sorted_terms), sorted_terms[0].x)
 
 
-def _chain(value: Value) -> tuple[Value, list[_Term]]:
-    """What a chain of dot products starts from, and its terms."""
+def _match_chain(value: Value) -> tuple[Value, list[_Term]]:
+    """Return the start of a chain of dot products, and its terms in order; no terms: it is no such chain."""
     terms: list[_Term] = []
-    while isinstance(value, Intrinsic) and value.name == DOT4_BYTES:
+    while isinstance(value, Intrinsic) and value.name == DOT4_PACKED_U8S8:
         total, code, word, greatest, _ = value.args
-        if not isinstance(word, Intrinsic) or word.name != PACKED_BYTES or not isinstance(word.args[0], Load):
+        if not isinstance(word, Intrinsic) or word.name != PACK_BYTES or not isinstance(word.args[0], Load):
             return value, []
         if not isinstance(greatest, Literal):
             return value, []
@@ -282,9 +292,9 @@ def _chain(value: Value) -> tuple[Value, list[_Term]]:
 
 
 def significant(value: Value) -> int:
-    """How many bits a float32 needs at most, its exponent aside."""
+    """Return an upper bound of the significant bits of a float32 value."""
     if isinstance(value, Cast) and value.dtype == "float32" and isinstance(value.x, Load):
-        return _BITS.get(value.x.dtype, FLOAT_BITS)
+        return _SIGNIFICANT_BITS.get(value.x.dtype, FLOAT_BITS)
     if isinstance(value, Binary) and value.op == "mul":
         return min(FLOAT_BITS, significant(value.a) + significant(value.b))
     return FLOAT_BITS

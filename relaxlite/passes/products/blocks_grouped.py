@@ -1,4 +1,4 @@
-"""Products of rows in groups with quantized blocks: one parallel loop over the tiles of all groups.
+"""Grouped GEMM with blocked weights (mixture of experts): one parallel loop over the tiles of all groups.
 
     for b in groups:
         number, first, count = spans[b]
@@ -8,9 +8,9 @@ becomes
 
     for b, columns in parallel: { number, first, count = spans[b]; tiles of all `count` rows }
 
-so that what is read of a group's rows stays in the second cache. Threads that took some columns of all groups would
-have equal shares, whatever the groups' heights, but are slower (docs/measurements/cpus.md, blocks_grouped). A tile of a
-group with one row is one of one row (blocks.py), whatever the others are.
+so that the rows of a group stay in the L2 cache. Sharing out columns of all groups among threads would balance groups
+of any heights, but is slower (docs/measurements/cpus.md, blocks_grouped). A group with one row takes the GEMV tiles of
+blocks.py, whatever the heights of the other groups.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ Around = Callable[[Stmt], Stmt]
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """A loop over groups, each a nest over its rows, those from `first` on of `rows`, and all columns; with what stands
-    around both."""
+    """A loop over groups and, inside, a loop nest over the rows of one group and all columns.
+
+    `first`: the first row of a group, of `rows` in all. `outside`, `inside`: wrap the code of the loop over groups and
+    of the nest in the definitions of symbols from data, and in checks, that surrounded them.
+    """
 
     loop: For
     nest: Stmt
@@ -43,8 +46,10 @@ class Groups:
 
 
 def groups_of(stage: Stmt) -> Groups | None:
-    """The stage as products of groups; None: it is none. A loop over groups has an extent from data, and so have its
-    rows: no other program does that."""
+    """Match a stage as a grouped product; None: it is none.
+
+    The extents of the loop over groups and of the loop over rows come from data: no other program has both.
+    """
     outside, loop = _peeled(stage)
     if not isinstance(loop, For) or loop is stage:
         return None
@@ -59,7 +64,7 @@ def groups_of(stage: Stmt) -> Groups | None:
 
 
 def _peeled(stmt: Stmt) -> tuple[Around, Stmt]:
-    """What is inside of symbols from data and checks, and these."""
+    """Split a statement into a wrapper that restores its symbol definitions and checks, and the statement inside."""
     if isinstance(stmt, LetIndex):
         var, value = stmt.var, stmt.value
         around, inner = _peeled(stmt.body)
@@ -72,41 +77,43 @@ def _peeled(stmt: Stmt) -> tuple[Around, Stmt]:
 
 
 def tiled_groups(groups: Groups, found: BlockProduct, lanes: int, plan: BlockPlan) -> Stmt:
-    """All tiles of all groups in one parallel loop."""
+    """Lower a grouped product to one parallel loop over the tiles of all groups."""
     column, row, body = found.column, found.row, found.block.body
     assert row is not None
-    one = OneRow(body, row, column, lanes, 1, enough_sums=1, ahead=plan.prefetch.gemv_bytes)
-    many = plan.tile(body, row, column, lanes, MAX_ROWS, least_rows=2, ahead=plan.prefetch.gemm_bytes)
-    many = replace(many, origin=groups.first, all_rows=groups.rows)
-    best = plan.many_rows(many, found.vectors)
-    widest = max(found.alone, found.vectors, best.vectors if best is not None else 1)
+    gemv = OneRow(body, row, column, lanes, 1, enough_sums=1, ahead=plan.prefetch.gemv_bytes)
+    gemm = plan.tile(body, row, column, lanes, MAX_ROWS, least_rows=2, ahead=plan.prefetch.gemm_bytes)
+    gemm = replace(gemm, origin=groups.first, all_rows=groups.rows)
+    many_plan = plan.many_rows(gemm, found.vectors)
+    widest = max(found.alone, found.vectors, many_plan.vectors if many_plan is not None else 1)
     pieces = column_pieces(column.extent, lanes, widest)
     across = SymVar(f"{column.var.name}o")
 
-    def tiles(best: ManyRowsPlan | None) -> Stmt:
+    def tiles(many_plan: ManyRowsPlan | None) -> Stmt:
         def of_piece(piece: ColumnPiece, number: SymExpr) -> Stmt:
             def all_rows(tile: BlockTile, vectors: int) -> Stmt:
                 return _all_rows(tile, piece, number, vectors, spread=tile.is_interleaved and found.panel < vectors)
 
-            rest = all_rows(many, found.vectors)
-            if best is not None:
-                rest = IfThenElse(best.condition, all_rows(best.tile, best.vectors), rest)
-            return select_version(less(row.extent, 2), all_rows(one, found.alone), rest)
+            gemm_code = all_rows(gemm, found.vectors)
+            if many_plan is not None:
+                gemm_code = IfThenElse(many_plan.condition, all_rows(many_plan.tile, many_plan.vectors), gemm_code)
+            return select_version(less(row.extent, 2), all_rows(gemv, found.alone), gemm_code)
 
         code = groups.inside(by_piece(pieces, across, of_piece))
         axes = [(groups.loop.var, groups.loop.extent), (across, sum((p.count for p in pieces), sym(0)))]
         return Substitute(fresh=True).stmt(grid(axes, code))
 
-    result = tiles(best)
-    if best is not None and best.around is not None:  # for all rows, so the groups must have enough on average
-        enough = less(groups.loop.extent * best.tile.least_rows - 1, groups.rows)
-        result = IfThenElse(enough, best.around(result), tiles(None))
+    result = tiles(many_plan)
+    if (
+        many_plan is not None and many_plan.around is not None
+    ):  # for all rows, so the groups must have enough on average
+        has_enough_rows = less(groups.loop.extent * many_plan.tile.least_rows - 1, groups.rows)
+        result = IfThenElse(has_enough_rows, many_plan.around(result), tiles(None))
     return groups.outside(result)
 
 
 def _all_rows(tile: BlockTile, piece: ColumnPiece, number: SymExpr, vectors: int, *, spread: bool) -> Stmt:
-    """For all rows of a group, of the tiles of `vectors` vectors, or of one where these do not fill it, that are as
-    many columns as tile `number` of a piece: those whose numbers follow its own. A group's rows all take the same."""
+    """Return the tiles, `vectors` vectors wide, that cover the columns of tile `number` of a piece for all rows of a
+    group; one vector wide where `vectors` do not divide the piece. All rows of a group take the same tiles."""
     if piece.masked or piece.vectors % vectors:
         vectors, spread = 1, False
     times = piece.vectors // vectors

@@ -1,24 +1,24 @@
-"""Products with quantized blocks and activations of 12 bits in words of 16 bits, where additions take no time.
+"""Products of blocked weights and 12-bit activations by int16 pairs, where additions are free.
 
-A sum of bytes, high ones times 16 and low ones, takes two dot products for each four codes. As words of 16 bits it
-takes as many, but these have room for additions, and so for Winograd's inner product (winograd_products.py), which is
-exact in integers: two dot products and two additions for each six codes or so. With c the codes of a column and
-x' = x + ORIGIN the numbers of a row, moved to start at 0, so that one addition of int32 adds two words,
+As bytes, the high ones times 16 plus the low ones, activations take two dot products for each four codes. As int16 they
+take as many, but int16 leaves bits for additions, and so for Winograd's inner product (winograd_products.py), which is
+exact in integers: two dot products and two additions for about six codes. With c the codes of a column and
+x' = x + ORIGIN the activations of a row, offset to start at 0, so that one addition of int32 adds two int16,
 
     sum of x*c = sum over pairs of (c2 + x1') * (c1 + x2') + sum over the others of x'*c
                  - sum of x1'*x2' - sum of c1*c2 - ORIGIN * sum of c
 
-A pass over the rows makes x' and what is one number of a row and block; what is one of a column and block, each tile
-computes once. A pair is the even and the odd codes of a quad, two words of each. The integers are those of the usual
-sums, and so are the results, to the last bit. More pairs or fewer are slower, and so are sums in one chain or in more
-than two. Processors that issue one load for each FMA stay with bytes (docs/measurements/cpus.md, blocks_int16).
+A pass over the rows computes x' and the terms that depend on row and block; each tile computes the terms that depend on
+column and block once. A pair is the two even and the two odd codes of a dp4a group. The integers equal those of the
+dp4a sums, so results are bit-identical. The number of pairs and of chains is measured; processors that issue one load
+for each FMA stay with bytes (docs/measurements/cpus.md, blocks_int16).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from relaxlite.ir.intrinsics import DOT2_INT16
+from relaxlite.ir.intrinsics import DOT2_PACKED_INT16
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, Intrinsic, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute
@@ -29,18 +29,18 @@ from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan
 from relaxlite.passes.products.prologue import Replacement
 from relaxlite.target import Target
 
-MIN_ROWS = 12  # fewer are not worth the pass over them, and what tiles do once
+MIN_ROWS = 12  # fewer do not pay for the pass over the rows and the sums of codes of each tile
 MIN_COLUMNS = 512  # that share the pass
-MAX_DP4A_GROUPS = 8  # of a block, twice as many vectors of codes stay in registers
+MAX_DP4A_GROUPS = 8  # of a block; its codes take twice as many vector registers
 LOW_BITS = 4
-ORIGIN = (128 << LOW_BITS) + 128  # as both bytes of a number are moved by 128
+ORIGIN = (128 << LOW_BITS) + 128  # both bytes of an activation are offset by 128
 
 _EVEN, _SIGNS = 0x00FF00FF, 0x00800080
 _BOTH = ORIGIN | ORIGIN << 16
 
 
 def by_int16_pairs(tile: ManyRows, vectors: int, target: Target) -> ManyRowsPlan | str:
-    """Tiles one vector wide, behind a pass over the rows; or why the loops do not fit them."""
+    """Plan tiles one vector wide after a pass over the rows; or return the reason why the loops do not fit."""
     sums = find_sums(tile.update.value)
     if sums is None or sums.shift != LOW_BITS or tile.row is None:
         return f"activations are not of {8 + LOW_BITS} bits"
@@ -50,81 +50,86 @@ def by_int16_pairs(tile: ManyRows, vectors: int, target: Target) -> ManyRowsPlan
         return f"{tile.column.extent} columns are too few for a pass over the rows"
     if not sums.symbols <= tile.of_rows:  # the pass goes over blocks and rows
         return "activations depend on more than the block and the row"
-    rows = _Rows(tile, sums)
-    block = Replacement({id(sums.value): rows.sum()}).stmt(tile.block)
+    prepared_rows = _Int16Activations(tile, sums)
+    block = Replacement({id(sums.value): prepared_rows.sum()}).stmt(tile.block)
     assert isinstance(block, Allocate)
     result = replace(tile, block=block, least_rows=MIN_ROWS)
-    return ManyRowsPlan(less(MIN_ROWS - 1, tile.row.extent), result, 1, rows.around)
+    return ManyRowsPlan(less(MIN_ROWS - 1, tile.row.extent), result, 1, prepared_rows.around)
 
 
-class _Rows:
-    """The rows' numbers as words, and what is to be added to the sums of each block."""
+class _Int16Activations:
+    """Activations as int16 pairs in int32, and the correction that the sums of each block start from."""
 
-    def __init__(self, tile: ManyRows, found: Sums) -> None:
+    def __init__(self, tile: ManyRows, sums: Sums) -> None:
         assert tile.row is not None
         self._row, self._steps, self._origin = tile.row, tile.steps, tile.origin
         self._count = tile.row.extent if tile.all_rows is None else tile.all_rows
-        self._high, self._low = found.sums
-        self._pairs = round(2 * len(self._low.codes) / 3)  # quads: then there are as many additions as dot products
-        blocks, rows, quads = tile.steps.extent, self._count, len(self._low.codes)
-        self._words = Buffer("halves", (blocks, rows, sym(2 * quads)), "int32")
-        self._starts = Buffer("starts", (blocks, rows), "int32")
+        self._high, self._low = sums.sums
+        self._num_winograd_groups = round(
+            2 * len(self._low.codes) / 3
+        )  # dp4a groups by Winograd: as many additions as dot products
+        blocks, rows, dp4a_groups = tile.steps.extent, self._count, len(self._low.codes)
+        self._int16_pairs = Buffer("halves", (blocks, rows, sym(2 * dp4a_groups)), "int32")
+        self._corrections = Buffer("starts", (blocks, rows), "int32")
 
     def sum(self) -> Value:
-        """What a block of a row and a column comes to."""
+        """Return the integer sum of one block for a row and a column."""
         at = (self._steps.var, self._origin + self._row.var)
-        quads = [Scalar(code) for code in self._low.codes]
-        even, odd = [quad & _EVEN for quad in quads], [quad.binary("shift_right", 8) & _EVEN for quad in quads]
-        count, taken, total = len(quads), Scalar(literal(0, "int32")), even[0] + odd[0]
+        dp4a_groups = [Scalar(code) for code in self._low.codes]
+        even, odd = (
+            [dp4a_group & _EVEN for dp4a_group in dp4a_groups],
+            [dp4a_group.binary("shift_right", 8) & _EVEN for dp4a_group in dp4a_groups],
+        )
+        num_groups, correction, code_sum = len(dp4a_groups), Scalar(literal(0, "int32")), even[0] + odd[0]
         for c1, c2 in zip(even[1:], odd[1:], strict=True):
-            total = total + c1 + c2
-        for c1, c2 in zip(even[: self._pairs], odd[: self._pairs], strict=True):
-            taken = _dot(taken, c1, c2)
-        taken = _dot(taken, total, Scalar(literal(_BOTH, "int32")))
-        chains = [Scalar(self._starts[at]) - taken, Scalar(literal(0, "int32"))]
+            code_sum = code_sum + c1 + c2
+        for c1, c2 in zip(even[: self._num_winograd_groups], odd[: self._num_winograd_groups], strict=True):
+            correction = _dot(correction, c1, c2)
+        correction = _dot(correction, code_sum, Scalar(literal(_BOTH, "int32")))
+        chains = [Scalar(self._corrections[at]) - correction, Scalar(literal(0, "int32"))]
         for q, (c1, c2) in enumerate(zip(even, odd, strict=True)):
-            x1, x2 = (Scalar(Load(self._words, (*at, sym(k)))) for k in (q, count + q))
-            if q < self._pairs:
+            x1, x2 = (Scalar(Load(self._int16_pairs, (*at, sym(k)))) for k in (q, num_groups + q))
+            if q < self._num_winograd_groups:
                 chains[q % 2] = _dot(chains[q % 2], c2 + x1, c1 + x2)
             else:
                 chains = [_dot(chains[0], c1, x1), _dot(chains[1], c2, x2)]
         return (chains[0] + chains[1]).value
 
     def around(self, tiles: Stmt) -> Stmt:
-        """The tiles behind the pass over the rows, in one parallel loop over the blocks."""
-        g, i, quads = SymVar("g", lower=0), SymVar("i", lower=0), len(self._low.codes)
-        q = SymVar("q", lower=0, upper=quads - 1)
-        here: dict[SymVar, SymExpr] = {self._steps.var: g, self._row.var: i - self._origin}
-        even, odd = self._numbers(here, q)
-        total = Buffer("pairs", (), "int32", "local")
-        product = select(Scalar(IndexValue(q, "int32")).compare("lt", self._pairs), _dot(0, even, odd), 0)
-        start = Scalar(Substitute(here).value(self._low.start)) - Scalar(total[()])
-        lanes = seq(
-            Store(self._words, (g, i, sym(q)), even.value),
-            Store(self._words, (g, i, q + quads), odd.value),
-            Store(total, (), product.value, "add"),
+        """Put the pass over the rows, one parallel loop over the blocks, before the tiles."""
+        g, i, dp4a_groups = SymVar("g", lower=0), SymVar("i", lower=0), len(self._low.codes)
+        q = SymVar("q", lower=0, upper=dp4a_groups - 1)
+        at_row: dict[SymVar, SymExpr] = {self._steps.var: g, self._row.var: i - self._origin}
+        even, odd = self._activations(at_row, q)
+        pair_sum = Buffer("pairs", (), "int32", "local")
+        product = select(Scalar(IndexValue(q, "int32")).compare("lt", self._num_winograd_groups), _dot(0, even, odd), 0)
+        start = Scalar(Substitute(at_row).value(self._low.start)) - Scalar(pair_sum[()])
+        group_body = seq(
+            Store(self._int16_pairs, (g, i, sym(q)), even.value),
+            Store(self._int16_pairs, (g, i, q + dp4a_groups), odd.value),
+            Store(pair_sum, (), product.value, "add"),
         )
         body: Stmt = seq(
-            Store(total, (), literal(0, "int32")),
-            For(q, sym(quads), lanes, "vectorized"),
-            Store(self._starts, (g, i), start.value),
+            Store(pair_sum, (), literal(0, "int32")),
+            For(q, sym(dp4a_groups), group_body, "vectorized"),
+            Store(self._corrections, (g, i), start.value),
         )
-        rows = For(i, self._count, Allocate(total, body))
+        rows = For(i, self._count, Allocate(pair_sum, body))
         code = seq(Substitute(fresh=True).stmt(For(g, self._steps.extent, rows, "parallel")), tiles)
-        return Allocate(self._words, Allocate(self._starts, code))
+        return Allocate(self._int16_pairs, Allocate(self._corrections, code))
 
-    def _numbers(self, here: dict[SymVar, SymExpr], q: SymVar) -> tuple[Scalar, Scalar]:
-        """The numbers of a quad that its even codes are multiplied by, from ORIGIN on, and those of the odd ones."""
-        high, low = (Scalar(Substitute(here).value(part.word(q))) for part in (self._high, self._low))
+    def _activations(self, at_row: dict[SymVar, SymExpr], q: SymVar) -> tuple[Scalar, Scalar]:
+        """Return the activations, plus ORIGIN, for the even and for the odd codes of dp4a group `q`."""
+        high, low = (Scalar(Substitute(at_row).value(part.word(q))) for part in (self._high, self._low))
 
-        def halves(shift: int) -> Scalar:
+        def int16_pair(shift: int) -> Scalar:
             parts = [(word.binary("shift_right", shift) if shift else word) & _EVEN for word in (high, low)]
             first, second = (part.binary("xor", _SIGNS) for part in parts)
             return first.binary("shift_left", LOW_BITS) + second
 
-        return halves(0), halves(8)
+        return int16_pair(0), int16_pair(8)
 
 
 def _dot(total: Scalar | int, a: Scalar, b: Scalar) -> Scalar:
     start = literal(total, "int32") if isinstance(total, int) else total.value
-    return Scalar(Intrinsic(DOT2_INT16, (start, a.value, b.value), "int32"))
+    return Scalar(Intrinsic(DOT2_PACKED_INT16, (start, a.value, b.value), "int32"))

@@ -1,21 +1,21 @@
-"""Products with quantized blocks, some rows at a time, in step: a dot product of each in turn.
+"""Products with blocked weights by row interleaving: dot products of several rows are issued in turn.
 
-A chain of dot products fills a core's scheduler with instructions that wait for each other. Where two threads share a
-core, as virtual processors of clouds often do, each has half of the scheduler's places; rows in step give it as many
-instructions that wait for nothing:
+A chain of dot products fills a core's scheduler with dependent instructions. Where two threads share a core, as virtual
+processors of clouds often do, each has half of the scheduler's entries; interleaved rows fill them with independent
+instructions:
 
-    for some rows: { s = starts; for quad: for row, vector: s[row, vector] += quad . x; for row, vector: e += f(s) }
+    for some rows: { s = starts; for group: for row, vector: s[row, vector] += group . x; for row, vector: e += f(s) }
 
-Starts are computed once for all rows. Where a product is scaled at once they are moved, so that the bits of the sum are
-those of a float ORIGIN greater, and scaling is one multiply-add (block_terms.py). The integers are the same, and so
-are results, to the last bit. Figures: docs/measurements/cpus.md, interleaves_rows.
+Initial values are computed once for all rows. Where a product is only scaled, ORIGIN_BITS is added to them, so that the
+bits of a sum are those of the float ORIGIN + sum, and scaling is one FMA (block_terms.py). The integers are the same,
+so results are bit-identical. Figures: docs/measurements/cpus.md, interleaves_rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from relaxlite.ir.intrinsics import BITS, DOT4_BYTES
+from relaxlite.ir.intrinsics import BITCAST_TO_FLOAT32, DOT4_PACKED_U8S8
 from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Intrinsic, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute
@@ -35,53 +35,57 @@ from relaxlite.passes.products.blocks import ManyRows
 from relaxlite.passes.products.prologue import Replacement
 from relaxlite.passes.products.register_tile import TileLoops
 
-SUMS = 8  # vectors of them, which stay in registers beside the codes of two panels
+SUMS = 8  # vectors of sums that stay in registers beside the codes of two panels
 MIN_DOTS = 8  # that a block adds to a vector; of fewer, chains are short
-MIN_ROWS = 12  # of one sum, and half of two: fewer are not worth what comes before them
+MIN_ROWS = 12  # of one sum, and half of two: fewer do not pay for the initial values
 
 
 class InterleavedRows(ManyRows):
-    """Tiles whose rows go some at a time."""
+    """Tiles that issue the dot products of several rows in turn."""
 
     __slots__ = ()
 
     def over_rows(self, loops: TileLoops, body: Store, of_rows: list[tuple[Buffer, Value]]) -> Stmt:
         row, part, lane = loops
         sums = find_sums(body.value)
-        usual = super().over_rows(loops, body, of_rows)
+        row_by_row = super().over_rows(loops, body, of_rows)
         if sums is None or len(sums.sums) * len(sums.sums[-1].codes) < MIN_DOTS:
-            return usual
+            return row_by_row
         count = SUMS // (len(sums.sums) * (as_int(part.extent) or SUMS))
         if count < 2:
-            return usual
+            return row_by_row
         starts = Buffer("starts", (sym(self.most_rows),), "int32", "local")
         offsets = Buffer("offsets", (part.extent, lane.extent), "float32", "local")
         start, offset = Scalar(sums.sums[-1].start), Load(offsets, (part.var, lane.var))
-        before: list[Stmt] = []
+        setup: list[Stmt] = []
         is_moved = self._is_scaled_at_once()
         if is_moved:
             start, scale = start + ORIGIN_BITS, scaled(body.value, sums.value)
             assert scale is not None
             moved = Store(offsets, offset.indices, (Scalar(scale.b) * -float(ORIGIN)).value)
-            before.append(nest((replace(part, kind="unrolled"), lane), moved))
-        before.append(_of_all(row, self.lanes, Store(starts, (row.var,), start.value)))
+            setup.append(nest((replace(part, kind="unrolled"), lane), moved))
+        setup.append(_for_each_row(row, self.lanes, Store(starts, (row.var,), start.value)))
 
-        group, beside, rest = (SymVar(name, lower=0) for name in ("group", "beside", "rest"))
-        whole, here = row.extent // count, group * count + beside
-        some = Substitute({row.var: here}).stmt(body)
-        assert isinstance(some, Store)
-        many = For(beside, sym(count), seq(), "unrolled"), part, lane
+        group, member, rest = (SymVar(name, lower=0) for name in ("group", "beside", "rest"))
+        num_groups, member_row = row.extent // count, group * count + member
+        member_body = Substitute({row.var: member_row}).stmt(body)
+        assert isinstance(member_body, Store)
+        member_loops = For(member, sym(count), seq(), "unrolled"), part, lane
         code = [
-            *before,
-            For(group, whole, _interleaved_rows(some, many, Load(starts, (here,)), offset if is_moved else None)),
+            *setup,
+            For(
+                group,
+                num_groups,
+                _interleaved_rows(member_body, member_loops, Load(starts, (member_row,)), offset if is_moved else None),
+            ),
         ]
         if as_int(row.extent % count) != 0:
-            one = Substitute({row.var: whole * count + rest}).stmt(nest((part, lane), body))
+            one = Substitute({row.var: num_groups * count + rest}).stmt(nest((part, lane), body))
             code.append(For(rest, row.extent % count, one))
-        in_step = Allocate(starts, seq(*map(Substitute(fresh=True).stmt, code)))
+        interleaved = Allocate(starts, seq(*map(Substitute(fresh=True).stmt, code)))
         if is_moved:
-            in_step = Allocate(offsets, in_step)
-        return select_version(less(row.extent, MIN_ROWS // len(sums.sums)), usual, in_step)
+            interleaved = Allocate(offsets, interleaved)
+        return select_version(less(row.extent, MIN_ROWS // len(sums.sums)), row_by_row, interleaved)
 
     def _is_scaled_at_once(self) -> bool:
         value = self.update.value
@@ -92,39 +96,41 @@ class InterleavedRows(ManyRows):
         return scaled_at_once(value, sums.value, self._row.var) is not None
 
 
-def _of_all(row: For, lanes: int, store: Store) -> Stmt:
-    """A store of each row, as vectors."""
-    some, lane = SymVar("some", lower=0), SymVar("l", upper=lanes - 1)
-    here = some * lanes + lane
-    body = IfThenElse(less(here, row.extent), Substitute({row.var: here}).stmt(store))
-    return For(some, (row.extent + lanes - 1) // lanes, For(lane, sym(lanes), body, "vectorized"))
+def _for_each_row(row: For, lanes: int, store: Store) -> Stmt:
+    """Run a store for each row, vectorized along the rows."""
+    vector, lane = SymVar("some", lower=0), SymVar("l", upper=lanes - 1)
+    vector_row = vector * lanes + lane
+    body = IfThenElse(less(vector_row, row.extent), Substitute({row.var: vector_row}).stmt(store))
+    return For(vector, (row.extent + lanes - 1) // lanes, For(lane, sym(lanes), body, "vectorized"))
 
 
 def _interleaved_rows(body: Store, loops: TileLoops, start: Value, offset: Value | None) -> Stmt:
-    """What a block adds of some rows, of which `loops` go over all. `offset`: what a sum whose bits are a float's adds
-    to its product with the scale."""
-    result = find_sums(body.value)
-    assert result is not None
+    """Return the code that adds a block to the sums of the interleaved rows that `loops` enumerate.
+
+    `offset`: -ORIGIN * scale, where the bits of sums are floats; None: sums are converted.
+    """
+    sums_of_block = find_sums(body.value)
+    assert sums_of_block is not None
     at, shape = tuple(loop.var for loop in loops), tuple(loop.extent for loop in loops)
-    sums = [Buffer(f"sums{k}", shape, "int32", "local") for k in range(len(result.sums))]
-    begin = [*(part.start for part in result.sums[:-1]), start]
-    steps = [[Store(buffer, at, value) for buffer, value in zip(sums, begin, strict=True)]]
-    for q in range(len(result.sums[-1].codes)):
+    sums = [Buffer(f"sums{k}", shape, "int32", "local") for k in range(len(sums_of_block.sums))]
+    starts = [*(part.start for part in sums_of_block.sums[:-1]), start]
+    steps = [[Store(buffer, at, value) for buffer, value in zip(sums, starts, strict=True)]]
+    for q in range(len(sums_of_block.sums[-1].codes)):
         steps.append([])
-        for buffer, part in zip(sums, result.sums, strict=True):
+        for buffer, part in zip(sums, sums_of_block.sums, strict=True):
             bounds = literal(part.greatest, "int32"), literal(SIGN, "int32")
-            dot = Intrinsic(DOT4_BYTES, (Load(buffer, at), part.codes[q], part.word(sym(q)), *bounds), "int32")
+            dot = Intrinsic(DOT4_PACKED_U8S8, (Load(buffer, at), part.codes[q], part.word(sym(q)), *bounds), "int32")
             steps[-1].append(Store(buffer, at, dot))
     *high, total = (Scalar(Load(buffer, at)) for buffer in sums)
     if high:
-        total = high[0].binary("shift_left", result.shift) + total
-    instead = {id(result.value): total.value}
+        total = high[0].binary("shift_left", sums_of_block.shift) + total
+    replacements = {id(sums_of_block.value): total.value}
     if offset is not None:
-        product = scaled(body.value, result.value)
+        product = scaled(body.value, sums_of_block.value)
         assert product is not None
-        as_float = Intrinsic(BITS, (total.value,), "float32")
-        instead = {id(product): Intrinsic("fma", (as_float, product.b, offset), "float32")}
-    steps.append([replace(body, value=Replacement(instead).value(body.value))])
+        as_float = Intrinsic(BITCAST_TO_FLOAT32, (total.value,), "float32")
+        replacements = {id(product): Intrinsic("fma", (as_float, product.b, offset), "float32")}
+    steps.append([replace(body, value=Replacement(replacements).value(body.value))])
     code = seq(*(Substitute(fresh=True).stmt(nest(loops, seq(*step))) for step in steps))
     for buffer in sums:
         code = Allocate(buffer, code)

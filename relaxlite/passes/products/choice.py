@@ -1,7 +1,7 @@
-"""What the rules of scheduling would choose themselves, as data: so that it can be searched, stored and read back.
+"""Schedule choices: the tunable numbers of scheduling rules as data, to be searched, stored and read back.
 
 A field is None where the rule decides. To make another number of a rule tunable: add a field and an axis of
-alternatives here, and let the rule ask for it.
+alternatives here, and let the rule read the field.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ Outer = Literal["rows", "columns"]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
-    """How one program is scheduled; applies to every reduction in it."""
+    """Overrides of the scheduling rules for one program; they apply to every reduction in it."""
 
     rows: int | None = None  # of a register tile, at most
-    vectors: int | None = None  # of a register tile, side by side; also the width of packed panels
+    vectors: int | None = None  # of a register tile, next to each other; also the width of packed panels
     sums: int | None = None  # independent sums of a tile; where it has fewer elements, each gets several
-    outer: Outer | None = None  # which loop over tiles is outside of the other, and shared out among threads
+    outer: Outer | None = None  # the outer one of the two loops over tiles, which threads share
     partial_sums: int | None = None  # vectors of partial results of a reduction along its contiguous loop
     strategy: str | None = None  # of a product with many rows (strategy_table.py)
 
     def as_dict(self) -> dict[str, int | str]:
-        """The fields that are set."""
+        """Return the fields that are set, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
     def updated(self, other: ScheduleChoice) -> ScheduleChoice:
-        """With the fields that the other one sets."""
+        """Return this choice with the fields that `other` sets replaced."""
         return replace(self, **other.as_dict())  # type: ignore[arg-type]
 
     @staticmethod
     def from_dict(values: Mapping[str, object]) -> ScheduleChoice:
-        """Raises InvalidArgumentError for a field or value that this version does not know."""
+        """Build a choice from `as_dict`. Raises InvalidArgumentError for an unknown field or value."""
         for name, value in values.items():
             if name == "strategy" and isinstance(value, str):
                 continue
@@ -50,7 +50,7 @@ class ScheduleChoice:
         return ", ".join(f"{name}={value}" for name, value in self.as_dict().items()) or "as the rules say"
 
 
-_LARGEST = 64
+_MAX_VALUE = 64
 _KNOWN: dict[str, tuple[str, ...]] = {
     "rows": (),
     "vectors": (),
@@ -66,19 +66,19 @@ ONE_SUM = 1  # `sums`: each element is one sum, whose terms are added in the sam
 def _is_valid(name: str, value: object) -> bool:
     if _KNOWN[name]:
         return value in _KNOWN[name]
-    return type(value) is int and 1 <= value <= _LARGEST
+    return type(value) is int and 1 <= value <= _MAX_VALUE
 
 
 def _known_text() -> str:
-    texts = [f"{name} ({' or '.join(values) or f'1 to {_LARGEST}'})" for name, values in _KNOWN.items()]
+    texts = [f"{name} ({' or '.join(values) or f'1 to {_MAX_VALUE}'})" for name, values in _KNOWN.items()]
     return ", ".join(texts)
 
 
 def axes(registers: int, strategies: Iterable[str]) -> tuple[tuple[ScheduleChoice, ...], ...]:
-    """What is worth trying on a processor with so many vector registers, whatever the program, of these strategies.
+    """Return the tuner's search space for `registers` vector registers and the names `strategies`, for any program.
 
-    An axis is a list of alternatives that do not depend much on the other axes, so that one axis is searched after the
-    other. A rule that does not ask for a field makes the same schedule of all its values: equal schedules are dropped.
+    An axis is a list of alternatives that depend little on the other axes, so axes are searched one after another.
+    A rule that does not read a field makes the same schedule of all its values: equal schedules are dropped.
     """
     tiles = tuple(
         ScheduleChoice(rows=rows, vectors=vectors)

@@ -1,4 +1,5 @@
-"""Programs of products with constant weights: finding them, and computing them in two ways (prepared_rows.py)."""
+"""Selection of weight strategies: programs of products with constant weights, and their rewriting
+(prepared_rows.py)."""
 
 from __future__ import annotations
 
@@ -30,17 +31,17 @@ from relaxlite.passes.products.reduction import reduction_block
 from relaxlite.records import dataclass
 
 _ANALYZER = Analyzer()
-AT_A_TIME = 1 << 24  # of widened weights that are looked at: 64 MB
+AT_A_TIME = 1 << 24  # dequantized weights that are checked at a time: 64 MB
 
 
 @dataclass(frozen=True, slots=True)
 class WeightStrategy:
-    """Another way to compute products, of a pass of this name.
+    """A strategy to compute products with constant weights, applied by the pass `name`.
 
-    `is_fit`: whether a product may be one of them. `make`: a program and its products, or None where all of them are
-    not worth it. `weights`: those of the new program in place of a constant, w first, or why it is none for this.
-    `reason`: why products take it. `functions`: whose products do; None: of all. `keeps`: weights stay as they are
-    stored, where that is as floats, too, and are packed as others want.
+    `is_fit`: whether a product may take the strategy. `make`: builds the new products of a program; None where they do
+    not pay. `weights`: converts a constant to the weights of the new program, w first, or returns the reason against.
+    `reason`: why products take the strategy, for decisions. `functions`: whose products take it; None: of all.
+    `keeps`: weights stay as they are stored, floats too, and are packed as other readers need.
     """
 
     name: str
@@ -52,60 +53,68 @@ class WeightStrategy:
     keeps: bool = False
 
     def is_for(self, function: str) -> bool:
+        """Whether products of the function `function` may take the strategy."""
         return self.functions is None or function in self.functions
 
 
-def take(way: WeightStrategy, module: IRModule, context: PassContext) -> IRModule:
-    """The module whose products with constant weights go this way, too, where they may. A program that other calls
-    still need stays beside the new one."""
-    names, programs = [name for name in module.functions() if way.is_for(name)], module.programs()
+def take(strategy: WeightStrategy, module: IRModule, context: PassContext) -> IRModule:
+    """Apply a strategy to the products with constant weights of a module, where it may be taken.
+
+    A program that other calls still need is kept beside the new one. Every choice is recorded as a decision.
+    """
+    names, programs = [name for name in module.functions() if strategy.is_for(name)], module.programs()
     calls = program_calls(module, names)
     called = [name for name in dict.fromkeys(call.callee.name for call in calls) if name in programs]
-    thems = {name: them for name in called if (them := _find(programs[name], way)) is not None}
-    uses = [(call, _uses(call, thems[call.callee.name])) for call in calls if call.callee.name in thems]
-    result = _made(way, {use.key: use for _, them in uses for use in them}, _readers(module))
-    problems = {
+    products_of = {name: products for name in called if (products := _find(programs[name], strategy)) is not None}
+    uses = [(call, _uses(call, products_of[call.callee.name])) for call in calls if call.callee.name in products_of]
+    weights_of = _convert_weights(
+        strategy, {use.key: use for _, call_uses in uses for use in call_uses}, _readers(module)
+    )
+    refusals = {
         id(call): (call.callee.name, problem)
-        for call, them in uses
-        if (problem := next((text for use in them if isinstance(text := result[use.key], str)), None)) is not None
+        for call, call_uses in uses
+        if (problem := next((text for use in call_uses if isinstance(text := weights_of[use.key], str)), None))
+        is not None
     }
-    taken = {id(call): call.callee.name for call, _ in uses if id(call) not in problems}
-    for name, problem in dict.fromkeys(problems.values()):
-        context.decide(way.name, name, False, problem)
+    taken = {id(call): call.callee.name for call, _ in uses if id(call) not in refusals}
+    for name, problem in dict.fromkeys(refusals.values()):
+        context.decide(strategy.name, name, False, problem)
     for name in dict.fromkeys(taken.values()):
-        context.decide(way.name, name, True, way.reason)
+        context.decide(strategy.name, name, True, strategy.reason)
     needed = {call.callee.name for call in program_calls(module) if id(call) not in taken}
     new_names = {name: _unused(name, module) if name in needed else name for name in taken.values()}
-    made_of = {new: thems[name].program() for name, new in new_names.items()}
-    definitions: dict[str, Definition] = {new: _inheriting(p) if way.keeps else p for new, p in made_of.items()}
-    weights = {key: each for key, each in result.items() if not isinstance(each, str)}
-    passing = _PassWeights(thems, new_names, weights)
+    new_programs = {new: products_of[name].program() for name, new in new_names.items()}
+    definitions: dict[str, Definition] = {
+        new: _inheriting(p) if strategy.keeps else p for new, p in new_programs.items()
+    }
+    weights = {key: constants for key, constants in weights_of.items() if not isinstance(constants, str)}
+    passing = _PassWeights(products_of, new_names, weights)
     definitions |= {name: passing.function(module.functions()[name]) for name in names}
     return module.updated(definitions)
 
 
-def _made(
-    way: WeightStrategy, uses: Mapping[Key, _Use], readers: Mapping[int, set[tuple[str, int]]]
+def _convert_weights(
+    strategy: WeightStrategy, uses: Mapping[Key, _Use], readers: Mapping[int, set[tuple[str, int]]]
 ) -> dict[Key, tuple[Constant, ...] | str]:
-    """What the new programs take of each weight, or why it is none for them."""
-    problems: dict[Key, tuple[Constant, ...] | str] = {
+    """Return the new weights, or the reason against them, for each distinct use of weights."""
+    weights_of: dict[Key, tuple[Constant, ...] | str] = {
         key: problem for key, use in uses.items() if (problem := use.problem(readers)) is not None
     }
-    fit = {key: use for key, use in uses.items() if key not in problems}
-    with ThreadPoolExecutor(compile_threads(), "relaxlite-weights") as pool:  # starts no more threads than it needs
-        results = pool.map(lambda use: use.made(way), fit.values())
+    fit = {key: use for key, use in uses.items() if key not in weights_of}
+    with ThreadPoolExecutor(compile_threads(), "relaxlite-weights") as pool:  # starts threads on demand
+        results = pool.map(lambda use: use.convert(strategy), fit.values())
         for (key, use), result in zip(fit.items(), results, strict=True):
-            problems[key] = f"{use.part.stored[0].name} {result}" if isinstance(result, str) else result
-    return problems
+            weights_of[key] = f"{use.part.stored[0].name} {result}" if isinstance(result, str) else result
+    return weights_of
 
 
 def _inheriting(program: TensorProgram) -> TensorProgram:
-    """Of weights that others read, too."""
+    """Mark a program whose weights are packed as other readers need."""
     return replace(program, attrs=Attrs({**program.attrs, INHERITS_LAYOUT: True}))
 
 
 def _unused(name: str, module: IRModule) -> str:
-    """A name for another form of a program."""
+    """Return an unused name for a variant of a program."""
     return next(new for k in count() if (new := f"{name}_other{k or ''}") not in module)
 
 
@@ -114,19 +123,20 @@ Key: TypeAlias = "tuple[int, ...]"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Use:
-    """What a call passes as the weights of a part of a program."""
+    """The arguments that a call passes as the weights of one product."""
 
     part: Product
     args: tuple[Expr, ...]
 
     @property
     def key(self) -> Key:
-        """The same for the same weights: the constants' identities, and what widens them where they are kept."""
+        """Identity of the weights: ids of the constants, and of the product that dequantizes them where they are
+        kept."""
         ids = (id(arg.value) for arg in self.args if isinstance(arg, Constant))
         return (id(self.part) if self.part.is_kept else 0, *ids)
 
     def problem(self, readers: Mapping[int, set[tuple[str, int]]]) -> str | None:
-        """Why these are no weights to be replaced, or of which more is to be known."""
+        """Return why the weights cannot be converted; None: they may be."""
         for buffer, arg in zip(self.part.stored, self.args, strict=True):
             if not isinstance(arg, Constant):
                 return f"{buffer.name} is no constant"
@@ -136,36 +146,40 @@ class _Use:
                 return f"{buffer.name} is read elsewhere, too, and stays one copy as it is"
         return None
 
-    def made(self, way: WeightStrategy) -> tuple[Constant, ...] | str:
-        """What is passed in place of the weights and beside them, or only beside them where they are kept. Of those,
-        each part of the columns that is looked at has to be fit."""
+    def convert(self, strategy: WeightStrategy) -> tuple[Constant, ...] | str:
+        """Return the new weights: all, or without w where the stored weights are kept; or the reason against.
+
+        Kept weights are dequantized and checked in parts of their columns, each of which must pass.
+        """
         constants = [arg for arg in self.args if isinstance(arg, Constant)]
         if not self.part.is_kept:
-            return way.weights(*constants)
+            return strategy.weights(*constants)
         arrays, columns = [constant.value for constant in constants], int(self.part.column.extent)
-        some, result = max(1, AT_A_TIME // int(self.part.step.extent)), list[tuple[Array, ...]]()
-        for start in range(0, columns, some):
-            made = way.weights(Constant.of(self.part.floats(arrays, start, min(start + some, columns))))
-            if isinstance(made, str):
-                return made
-            result.append(tuple(constant.value for constant in made[1:]))
+        columns_per_part, result = max(1, AT_A_TIME // int(self.part.step.extent)), list[tuple[Array, ...]]()
+        for start in range(0, columns, columns_per_part):
+            weights = strategy.weights(
+                Constant.of(self.part.floats(arrays, start, min(start + columns_per_part, columns)))
+            )
+            if isinstance(weights, str):
+                return weights
+            result.append(tuple(constant.value for constant in weights[1:]))
         return tuple(Constant.of(np.concatenate(parts)) for parts in zip(*result, strict=True))
 
 
-def would_take(way: WeightStrategy, program: TensorProgram, args: Sequence[Expr]) -> bool:
-    """Whether the products of a call may go this way, as far as that shows without a look at the weights."""
-    products = _find(program, way)
+def would_take(strategy: WeightStrategy, program: TensorProgram, args: Sequence[Expr]) -> bool:
+    """Whether the products of a call may take the strategy, judged without reading their weights."""
+    products = _find(program, strategy)
     return products is not None and _are_constants(products.parts, program, args)
 
 
-def is_fit(way: WeightStrategy, program: TensorProgram, args: Sequence[Expr]) -> bool:
-    """Whether the products of a call may go this way if there are enough of them."""
-    parts = _parts(program, way)
+def is_fit(strategy: WeightStrategy, program: TensorProgram, args: Sequence[Expr]) -> bool:
+    """Whether the products of a call may take the strategy, if they are many enough to pay."""
+    parts = _parts(program, strategy)
     return parts is not None and _are_constants(parts, program, args)
 
 
 def _are_constants(parts: Sequence[Product], program: TensorProgram, args: Sequence[Expr]) -> bool:
-    """Whether these are all of the weights that a call passes."""
+    """Whether a call passes constants for all weights of the products `parts`."""
     passed = dict(zip(program.inputs, args, strict=False))
     return all(isinstance(passed[buffer], Constant) for part in parts for buffer in part.stored)
 
@@ -176,7 +190,7 @@ def _uses(call: Call, products: Products) -> list[_Use]:
 
 
 def _readers(module: IRModule) -> dict[int, set[tuple[str, int]]]:
-    """By the id of each constant's value, the programs that read it, and as which of their inputs."""
+    """Map the id of each constant's value to the (program, input) pairs that read it."""
     readers: dict[int, set[tuple[str, int]]] = {}
     for call in program_calls(module):
         for place, arg in enumerate(call.args):
@@ -185,31 +199,30 @@ def _readers(module: IRModule) -> dict[int, set[tuple[str, int]]]:
     return readers
 
 
-def _find(program: TensorProgram, way: WeightStrategy) -> Products | None:
-    """The program as products of one matrix with weights; None: it is something else, or not worth it."""
-    parts = _parts(program, way)
-    products = way.make(program, parts) if parts is not None else None
+def _find(program: TensorProgram, strategy: WeightStrategy) -> Products | None:
+    """Match a program as products of one matrix by weights and build the new products; None: no match, or no gain."""
+    parts = _parts(program, strategy)
+    products = strategy.make(program, parts) if parts is not None else None
     if parts is None or products is None:
         return None
     _, most_rows = _ANALYZER.bounds(product(parts[0].dims))
     return products if most_rows is None or most_rows >= products.least_rows else None
 
 
-def _parts(program: TensorProgram, way: WeightStrategy) -> tuple[Product, ...] | None:
-    """The products of which the program consists, of one matrix with weights; None: it is something else, or they are
-    not fit."""
+def _parts(program: TensorProgram, strategy: WeightStrategy) -> tuple[Product, ...] | None:
+    """Match a program that consists of products of one matrix by weights; None: no match, or one is not fit."""
     if program.attrs.get(SCHEDULED):
         return None
     stages = [s for s in top_stages(program) if not isinstance(s, Check)]
-    products = [_product_of(stage, program, keeps=way.keeps) for stage in stages]
-    eaches = [each for each in products if each is not None and way.is_fit(each)]
-    if not eaches or len(eaches) < len(products):
+    products = [_product_of(stage, program, keeps=strategy.keeps) for stage in stages]
+    fit_products = [each for each in products if each is not None and strategy.is_fit(each)]
+    if not fit_products or len(fit_products) < len(products):
         return None
-    first, weights = eaches[0], {buffer for each in eaches for buffer in each.stored}
+    first, weights = fit_products[0], {buffer for each in fit_products for buffer in each.stored}
     reads = [load for load in loads(program.body) if load.buffer in weights]
-    own = [part for each in eaches for part in walk_values(each.w) if isinstance(part, Load)]
-    is_shared = sum(len(each.stored) for each in eaches) > len(weights) or len(reads) > len(own)
-    return None if is_shared or not all(each.reads_like(first) for each in eaches) else tuple(eaches)
+    own = [part for each in fit_products for part in walk_values(each.w) if isinstance(part, Load)]
+    is_shared = sum(len(each.stored) for each in fit_products) > len(weights) or len(reads) > len(own)
+    return None if is_shared or not all(each.reads_like(first) for each in fit_products) else tuple(fit_products)
 
 
 def _product_of(stage: Stmt, program: TensorProgram, *, keeps: bool) -> Product | None:
@@ -235,8 +248,7 @@ def _product_of(stage: Stmt, program: TensorProgram, *, keeps: bool) -> Product 
 
 
 def _is_matrix(w: Value, step: For, column: For, program: TensorProgram) -> bool:
-    """Whether these are all of the weights of a matrix, or of filters of one pixel: w[0, 0, k, j]; or what widens such
-    weights."""
+    """Whether w is a whole matrix w[k, j] of an input, or 1x1 filters w[0, 0, k, j], or dequantizes such weights."""
     if not isinstance(w, Load):
         return _is_widened_matrix(w, step, column, program)
     if len(w.indices) < 2 or w.buffer not in program.inputs:
@@ -248,7 +260,7 @@ def _is_matrix(w: Value, step: For, column: For, program: TensorProgram) -> bool
 
 
 def _is_widened_matrix(w: Value, step: For, column: For, program: TensorProgram) -> bool:
-    """Whether an operand is computed from inputs, of a step and, in their last dimension, a column."""
+    """Whether an operand is computed from inputs indexed by the step and, in their last dimension, the column."""
     if not (step.extent.is_const and column.extent.is_const) or not all(
         isinstance(v, EVALUABLE_NODES) for v in walk_values(w)
     ):
@@ -263,31 +275,34 @@ def _is_widened_matrix(w: Value, step: For, column: For, program: TensorProgram)
 
 
 class _PassWeights(Rewriter):
-    """Passes the new weights to the new programs."""
+    """Redirects calls to the new programs, with the new weights."""
 
     def __init__(
-        self, found: Mapping[str, Products], names: Mapping[str, str], made: Mapping[Key, tuple[Constant, ...]]
+        self,
+        products_of: Mapping[str, Products],
+        names: Mapping[str, str],
+        weights_of: Mapping[Key, tuple[Constant, ...]],
     ) -> None:
         super().__init__()
-        self._found, self._names, self._made = found, names, made
+        self._products_of, self._names, self._weights_of = products_of, names, weights_of
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
             return None
-        products = self._found.get(value.callee.name)
+        products = self._products_of.get(value.callee.name)
         if products is None:
             return None
-        result = [self._made.get(use.key) for use in _uses(value, products)]
-        args, beside = list(value.args), list[Constant]()
-        for part, places, weights in zip(products.parts, products.stored, result, strict=True):
+        weights_of_parts = [self._weights_of.get(use.key) for use in _uses(value, products)]
+        args, extra_args = list(value.args), list[Constant]()
+        for part, places, weights in zip(products.parts, products.stored, weights_of_parts, strict=True):
             if weights is None:
                 return None
-            first, *others = weights
+            first, *rest = weights
             if part.is_kept:
-                others = [first, *others]
+                rest = [first, *rest]
             else:
                 args[places[0]] = first
-            beside += others
+            extra_args += rest
         inputs = len(products.whole.inputs)
         callee = GlobalVar(self._names[value.callee.name])
-        return replace(value, callee=callee, args=(*args[:inputs], *beside, *args[inputs:]))
+        return replace(value, callee=callee, args=(*args[:inputs], *extra_args, *args[inputs:]))

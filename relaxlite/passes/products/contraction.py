@@ -2,8 +2,8 @@
 
     out[rows, columns] = epilogue(sum over depth of x[rows, depth] * w[depth, columns])
 
-A `Contraction` says what is multiplied and how its operands are stored, for any processor; strategy.py says how it
-may be computed. The loops that it was read off stay its meaning.
+A `Contraction` says what is multiplied and how its operands are stored, for any processor; strategy.py says how a
+contraction may be computed. The loops from which a contraction was read define its semantics.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from relaxlite.records import dataclass
 _ANALYZER = Analyzer()
 
 Form = Literal["matmul", "transposed", "convolution", "window", "winograd"]
-"""What the loops look like. "matmul": w[k, j] lies along the columns; "transposed": w[j, k] lies along the depth;
-"convolution": positions of an image share filters; "window": each channel has a window of its own; "winograd": a step
-of the sum is several products of sums."""
+"""Form of the loops of a contraction. "matmul": w[k, j] lies along the columns; "transposed": w[j, k] lies along the
+depth; "convolution": positions of an image share filters; "window": each channel has a window of its own; "winograd":
+a step of the sum is several products of sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How an operand's numbers are stored, and so what an inner loop loads.
+    """Storage format of an operand: what an inner loop loads.
 
     `kind`: a dtype whose numbers are multiplied as they are; "blocked": integers in blocks with scales, multiplied as
     integers; "dequantized": narrow numbers that become float32 where they are loaded. `bits`: of one number or code.
@@ -45,7 +45,7 @@ class Encoding:
 
     @staticmethod
     def of_value(value: Value) -> Encoding:
-        """Of an operand as a loop reads it."""
+        """Return the encoding of an operand from the value that a loop multiplies."""
         stored = value.x if isinstance(value, Cast) else value
         if not isinstance(stored, Load):
             return Encoding("dequantized", 8 * dtypes.itemsize(value.dtype))
@@ -60,8 +60,11 @@ FLOAT32 = Encoding("float32", 32)
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """`rows`, `columns` and `depth` are None where nothing is known of them. `is_pair`: two sums of one x, the second's
-    epilogue reads the first."""
+    """A sum of products over shared steps: form, sizes and operand encodings.
+
+    `rows`, `columns` and `depth` are None where unknown. `is_pair`: two sums share x, and the epilogue of the second
+    reads the first.
+    """
 
     form: Form
     rows: SymExpr | None
@@ -73,7 +76,7 @@ class Contraction:
 
     @staticmethod
     def of_block(block: Block, form: Form, row: For | None, column: For) -> Contraction:
-        """Of the loops of a register tile."""
+        """Read the contraction off a block, given its row loop and its vectorized column loop."""
         steps = [loop.extent for loop in perfect_nest(block.stmts[1]).loops]
         contraction = Contraction(
             form, sym(1) if row is None else row.extent, column.extent, product(steps), is_pair=block.is_pair
@@ -86,7 +89,7 @@ class Contraction:
 
     @property
     def max_rows(self) -> int | None:
-        """None where that is not known."""
+        """Upper bound of the rows; None where unknown."""
         if self.rows is None:
             return None
         return _ANALYZER.bounds(self.rows)[1]

@@ -1,13 +1,13 @@
-"""Register tiles for convolutions with channels last, and for what else multiplies shared filters:
+"""Register tiles for convolutions with channels last, and for other products with shared filters:
 
     for n, h, w, c:
         e = 0
         for kh, kw, ic: e += x[n, h*s + kh, w*s + kw, ic] * f[kh, kw, ic, c]
         out[n, h, w, c] = g(e)
 
-Vectors run along the output channels; the rows of a tile are output positions, whose elements of x are single numbers.
-So strides, dilations and short rows cost nothing: h and w become one loop over positions, cut into tiles of one height
-and a few lower ones at the end of each image. All tiles, of all channels and images, are one parallel loop.
+Vectors run along the output channels; the rows of a tile are output positions, whose elements of x are broadcast. So
+strides, dilations and short rows cost nothing: h and w are fused into one loop over positions, split into tiles of one
+height and a few lower ones at the end of each image. All tiles, of all channels and images, form one parallel loop.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ from relaxlite.passes.products.choice import DEFAULT, ScheduleChoice
 from relaxlite.passes.products.reduction import Block
 from relaxlite.records import dataclass
 
-ENOUGH_ROWS = 6  # for each vector of filters, so that loading these does not hold up the sums
+ENOUGH_ROWS = 6  # for each vector of filters, so that loads of filters do not limit the FMAs
 MAX_ROWS = 8
-ROW_TAILS = (3, 1)  # heights for positions that are left, where their number is not known
-CHEAP_EPILOGUE = 5  # operations after the sum that are written out for every vector of a tile
+ROW_TAILS = (3, 1)  # heights for remaining positions, where their number is unknown
+CHEAP_EPILOGUE = 5  # maximum cost of an epilogue that is unrolled for every vector of a tile
 LONG_SUM = 256  # terms that are added one after another
-SMALL_FILTERS = 2**17  # elements that stay in a core's L2 cache, whatever else passes through it
+SMALL_FILTERS = 2**17  # elements of filters that stay in a core's L2 cache
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Output channels side by side in a tile: `vectors` times `lanes` from `start` on; `masked`: the last vector
-    may be a part of one."""
+    """A run of output channels in a tile: `vectors` x `lanes` channels from `start` on.
+
+    `masked`: the last vector may be partial.
+    """
 
     start: SymExpr
     vectors: int
@@ -64,7 +66,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class FilterTile:
-    """The block as a product with filters: positions down, output channels across."""
+    """A block as a product with filters, in register tiles of positions x vectors of output channels."""
 
     block: Block
     row: For
@@ -80,7 +82,7 @@ class FilterTile:
 
     @property
     def panels(self) -> dict[Buffer, int]:
-        """Filters that more than one panel of channels reads (see pack_constants.py)."""
+        """The filters to pack, with the width of a panel, where channels take more than one (pack_constants.py)."""
         return {self.filters: self.width} if self.channels > self.width else {}
 
     @property
@@ -90,7 +92,7 @@ class FilterTile:
         return extent
 
     def rest(self) -> list[Piece]:
-        """The channels after the full panels: whole vectors, then a vector of all or of half the lanes."""
+        """Return the pieces of channels after the full panels: whole vectors, then one of all or half of the lanes."""
         start = self.channels // self.width * self.width
         vectors, left = divmod(self.channels - start, self.lanes)
         half = self.lanes // 2
@@ -103,14 +105,16 @@ class FilterTile:
 
 
 def filter_tile(block: Block, lanes: int, registers: int, choice: ScheduleChoice = DEFAULT) -> FilterTile | None:
-    """The block, its loops fused (`Block.fused`), as a tile for so many vector registers; None: it is no product with
-    filters (kernel..., c, oc) whose last dimension is the output's."""
+    """Match a fused block (`Block.fused`) as a product with filters, for `registers` vector registers; None: no match.
+
+    Filters are (kernel..., c, oc), with the output channels last.
+    """
     column = block.spatial[-1] if len(block.spatial) > 1 else None
     if column is None or as_int(column.extent) in (None, 0, 1) or lanes == 1:
         return None
-    moving = [load for load in loads(block.update) if column.var in _symbols(load)]
+    filter_loads = [load for load in loads(block.update) if column.var in _symbols(load)]
     outer = {loop.var for loop in block.spatial[:-1]}
-    if len(moving) != 1 or not _is_filter(moving[0], column.var, outer):
+    if len(filter_loads) != 1 or not _is_filter(filter_loads[0], column.var, outer):
         return None
     if not any(outer & _symbols(load) for load in loads(block.update)):
         return None
@@ -118,7 +122,7 @@ def filter_tile(block: Block, lanes: int, registers: int, choice: ScheduleChoice
     vectors = min(choice.vectors, count) if choice.vectors else column_vectors(count, registers)
     rows = choice.rows or max(1, min(MAX_ROWS, most_sums(registers) // vectors))
     block = _positions(block)
-    return FilterTile(block, block.spatial[-2], block.spatial[-1], moving[0].buffer, lanes, vectors, rows)
+    return FilterTile(block, block.spatial[-2], block.spatial[-1], filter_loads[0].buffer, lanes, vectors, rows)
 
 
 def _is_filter(load: Load, column: SymVar, outer: set[SymVar]) -> bool:
@@ -136,13 +140,12 @@ def _symbols(load: Load) -> set[SymVar]:
 
 
 def most_sums(registers: int) -> int:
-    """How many vector registers hold sums; the others hold operands."""
+    """Return how many vector registers hold sums; the others hold operands."""
     return registers * 3 // 4
 
 
 def column_vectors(count: int, registers: int) -> int:
-    """How many vectors wide a tile is, of `count` vectors of channels: as wide as leaves room for enough rows, and no
-    narrow rest."""
+    """Return the width in vectors of a tile for `count` vectors of channels, with enough rows and no narrow rest."""
     most = max(1, most_sums(registers) // ENOUGH_ROWS)
     if count <= most:
         return count
@@ -152,7 +155,7 @@ def column_vectors(count: int, registers: int) -> int:
 
 
 def _positions(block: Block) -> Block:
-    """The two loops before the last made one."""
+    """Fuse the two loops before the last into one loop over positions."""
     if len(block.spatial) < 3:
         return block
     *others, high, wide, column = block.spatial
@@ -163,8 +166,10 @@ def _positions(block: Block) -> Block:
 
 
 def tiled_filters(tile: FilterTile, choice: ScheduleChoice = DEFAULT) -> Stmt:
-    """The block in register tiles, all in one parallel loop: panel by panel, so that one stays in the L2 cache, or
-    position by position, where all filters fit there."""
+    """Lower a product with filters to register tiles in one parallel loop.
+
+    The outer loop is over panels, so that one stays in the L2 cache, or over positions, where all filters fit there.
+    """
     rows = _height(tile.row.extent, tile.most_rows)
     full, rest = tile.channels // tile.width, tile.rest()
     panel = SymVar(f"{tile.column.var.name}o", upper=max(full + bool(rest) - 1, 0))
@@ -181,7 +186,7 @@ def tiled_filters(tile: FilterTile, choice: ScheduleChoice = DEFAULT) -> Stmt:
 
 
 def _height(extent: SymExpr, most: int) -> int:
-    """Rows of a tile; of a known number of positions, what leaves no low rest. One row takes as long as two."""
+    """Return the rows of a tile; for a known extent such that no low rest remains, as one row takes as long as two."""
     known = as_int(extent)
     if known is None:
         return most
@@ -194,23 +199,23 @@ def _height(extent: SymExpr, most: int) -> int:
 
 
 def _down(tile: FilterTile, piece: Piece, down: SymVar, rows: int) -> Stmt:
-    """The tile of row block `down`: of full height, or the rows that are left at the end."""
+    """Return the tile of row block `down`: of full height, or the remaining rows at the end."""
     extent = tile.row.extent
     full, rest = extent // rows, extent % rows
     whole = tile_of(tile, piece, down * rows, rows)
     if as_int(rest) == 0:
         return whole
     start, tails = full * rows, []
-    known = as_int(rest)
-    for height in (known,) if known is not None else tuple(t for t in ROW_TAILS if t < rows):
-        again = SymVar(down.name)
-        tails.append(For(again, rest // height, tile_of(tile, piece, start + again * height, height)))
+    known_rest = as_int(rest)
+    for height in (known_rest,) if known_rest is not None else tuple(t for t in ROW_TAILS if t < rows):
+        tail_block = SymVar(down.name)
+        tails.append(For(tail_block, rest // height, tile_of(tile, piece, start + tail_block * height, height)))
         start, rest = start + rest // height * height, rest % height
     return IfThenElse(less(down, full), whole, seq(*tails)) if as_int(full) != 0 else seq(*tails)
 
 
 def tile_of(tile: FilterTile, piece: Piece, row: SymExpr, rows: int) -> Stmt:
-    """The code of one register tile: `rows` positions from `row` on, and a piece of the channels."""
+    """Return the code of one register tile: `rows` positions from `row` on, and a piece of the channels."""
     part, lane, step = (
         SymVar("u", upper=piece.vectors - 1),
         SymVar("l", upper=piece.lanes - 1),
@@ -232,11 +237,11 @@ def tile_of(tile: FilterTile, piece: Piece, row: SymExpr, rows: int) -> Stmt:
 
 
 def _in_parts(tile: Allocate, reduced: int) -> Allocate | None:
-    """Long sums as sums of shorter ones, which rounds less; None where they are short already, or of integers.
+    """Split long sums of floats into partial sums, which rounds less; None: sums are short, or of integers.
 
     e = 0; for k: e += v(k); f(e)   =>   t = 0; for ko: { e = 0; for ki: e += v(ko, ki); t += e }; f(t)
 
-    The totals stay in memory, so that the registers are free for the parts.
+    Totals stay in memory, so that the registers are free for the partial sums.
     """
     assert isinstance(tile.body, Seq)
     if not dtypes.is_float(tile.buffer.dtype):
@@ -262,17 +267,17 @@ def _in_parts(tile: Allocate, reduced: int) -> Allocate | None:
 
 
 def _by_rows(epilogue: Iterable[Stmt]) -> list[Stmt]:
-    """The statements of an epilogue, their outermost loop, that over the rows, not unrolled."""
+    """Return the statements of an epilogue with their outermost loop, over the rows, not unrolled."""
     return [replace(s, kind="serial") if isinstance(s, For) else s for s in epilogue]
 
 
 def _part(extent: int) -> int | None:
-    """How many steps one after another are summed on their own; None: they cannot be shared out evenly."""
+    """Return the consecutive steps of a partial sum, a divisor of the extent; None: no divisor fits."""
     return next((d for d in range(min(extent, LONG_SUM), LONG_SUM // 4, -1) if extent % d == 0), None)
 
 
 def _elements(buffer: Buffer, store: Callable[[tuple[SymVar, ...]], Store]) -> Stmt:
-    """A statement for every element of a tile of registers."""
+    """Return the loops that run a store for every element of a register tile."""
     at = tuple(SymVar(name, upper=(as_int(d) or 1) - 1) for name, d in zip("rul", buffer.shape, strict=True))
     kinds: tuple[LoopKind, ...] = ("unrolled", "unrolled", "vectorized")
     loops = [For(var, d, Seq(()), kind) for var, d, kind in zip(at, buffer.shape, kinds, strict=True)]
@@ -280,13 +285,13 @@ def _elements(buffer: Buffer, store: Callable[[tuple[SymVar, ...]], Store]) -> S
 
 
 def _epilogue_cost(block: Block) -> int:
-    """Operations on one vector between the sum and the store."""
+    """Return the cost of the operations on one vector between the sum and the store."""
     values = [v for s in block.stmts[2:] for v in all_values(s)]
     return sum(10 if isinstance(v, Unary) else isinstance(v, Binary | Select | Compare) for v in values)
 
 
 def _roll_epilogue(tile: Allocate) -> Allocate:
-    """Write the tile's sums to memory and run the epilogue row by row: less code than once for every row."""
+    """Spill the tile's sums to memory and run the epilogue in a loop over rows, which is less code."""
     assert isinstance(tile.body, Seq)
     init, update, *final = tile.body.stmts
     sums = tile.buffer

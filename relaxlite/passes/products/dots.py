@@ -3,7 +3,7 @@
     for k in n: e += float32(a[i, k]) * float32(b[k, j])
         =>  for ko in n/2: e = dot2_bf16(e, a[i, 2*ko], a[i, 2*ko + 1], b[2*ko, j], b[2*ko + 1, j])
 
-The terms of `a` lie beside each other in memory; those of `b`, a constant, are laid so (pack_constants.py).
+The terms of `a` are contiguous in memory; `b`, a constant, is packed so that its terms are (pack_constants.py).
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from relaxlite.records import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Dots:
-    """A block's sum by a dot product, an intrinsic by its name."""
+    """A block whose sum is computed by a dot-product intrinsic, with the packing that its operands need."""
 
-    name: str
-    body: Allocate  # the block's, with the dot product
-    operands: tuple[Buffer, ...]  # that have to be packed in groups
-    group: int
+    name: str  # of the intrinsic
+    body: Allocate  # of the block, with the dot product
+    operands: tuple[Buffer, ...]  # to be packed in groups of rows
+    group: int  # rows in a group: terms of one dot product
 
 
 def dot_products(block: Block, column: For, is_available: Callable[[str], bool]) -> Dots | None:
-    """The block, its innermost reduced loop in steps of a dot product; None: none that
-    `is_available`, by the name of its intrinsic, fits."""
+    """Rewrite the innermost reduced loop of a block in steps of a dot product.
+
+    None: no dot product whose intrinsic name passes `is_available` fits the block.
+    """
     if not block.is_pair:
         return _dot_product(block, column, is_available)
     first, second = (_dot_product(Block(block.spatial, body), column, is_available) for body in apart(block.body))
@@ -60,14 +62,14 @@ def _dot_product(block: Block, column: For, is_available: Callable[[str], bool])
             continue
         for name, dot in DOT_PRODUCTS.items():
             length = as_int(loop.extent)
-            kinds = (a.dtype, b.dtype, update.buffer.dtype) == (dot.a, dot.b, dot.total)
-            if kinds and length and length % dot.length == 0 and is_available(name):
+            is_type_match = (a.dtype, b.dtype, update.buffer.dtype) == (dot.a, dot.b, dot.total)
+            if is_type_match and length and length % dot.length == 0 and is_available(name):
                 return Dots(name, _tensorized(block, loop, name, dot.length), (b.buffer,), dot.length)
     return None
 
 
 def _tensorized(block: Block, loop: For, name: str, length: int) -> Allocate:
-    """The block with `loop` split by the length of the dot product and its inner part made one."""
+    """Split `loop` of the block by the length of the dot product and tensorize the inner part."""
 
     def change(stmt: For) -> For:
         if stmt is not loop:

@@ -1,9 +1,9 @@
-"""The loops of products of words (int16_products.py): a pass over x, then tiles; beside them products of floats."""
+"""Loops of products by int16 pairs (int16_products.py): a pass over x, then tiles; float32 products as fallback."""
 
 from __future__ import annotations
 
 from relaxlite.dtypes import DType
-from relaxlite.ir.intrinsics import DOT2_INT16, NEAREST
+from relaxlite.ir.intrinsics import DOT2_PACKED_INT16, ROUND_TO_INT32
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import (
     Allocate,
@@ -31,12 +31,12 @@ from relaxlite.passes.products.winograd_weights import TERMS, whole_steps
 from relaxlite.records import dataclass
 
 _MASK = 0xFFFF
-_UNIT = 2.0**-16  # of a column's whole numbers as floats, whose length is then at most 1
+_UNIT = 2.0**-16  # scales a column's integers to floats of length at most 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int16Products(Products):
-    """Of rows of whole numbers, two in an int32: those at t and t + depth / 2."""
+    """A program of products by int16 pairs: an int32 holds the integers at t and t + depth / 2."""
 
     @property
     def least_rows(self) -> int:
@@ -55,15 +55,15 @@ class Int16Products(Products):
         return whole_steps(self.length)
 
     def _plain(self, part: Product, weights: Weights) -> Stmt:
-        """Sums of x times the whole numbers of weights as floats, without rounding x; or, where weights are kept, times
+        """Return the fallback: unrounded x times the quantized weights as floats; where weights are kept, times
         these."""
         if part.is_kept:
             return Substitute(fresh=True).stmt(part.stage)
         total, column, step = part.block.body.buffer, part.column.var, SymVar("t", lower=0)
         x = [Load(part.x.buffer, (*part.x.indices[:-1], place)) for place in (step, step + self.length)]
         pair = Scalar(weights.w[step, column])
-        halves = (pair & _MASK, pair.binary("shift_right", 16))
-        w = [(half - MAX_W).cast("float32") * _UNIT for half in halves]
+        codes = (pair & _MASK, pair.binary("shift_right", 16))
+        w = [(code - MAX_W).cast("float32") * _UNIT for code in codes]
         terms = Binary("add", *(Binary("mul", a, b.value) for a, b in zip(x, w, strict=True)))
         reduced = For(step, sym(self.length), Store(total, (), terms, "add"))
         width = Scalar(weights.width[column]) * (1 / _UNIT)
@@ -85,22 +85,26 @@ class Int16Products(Products):
         return Allocate(weights.w, seq(*self._widen(part, weights), stage)) if part.is_kept else stage
 
     def _widen(self, part: Product, weights: Weights) -> list[Stmt]:
-        """Makes the words of w, as int16_weights.py does, up to whole steps. Columns of zeros, whose width is 0, are of
-        whole numbers 0."""
+        """Return the stages that quantize w to int16 pairs, as int16_weights.py does, padded to whole steps.
+
+        Columns of zeros, whose width is 0, become zeros.
+        """
         step, column, width = part.step, part.column, Scalar(weights.width[part.column.var])
         row = SymVar("k", lower=0)
         factor = select(width.equals(0.0), 0.0, 1.0 / width)
 
-        def number(place: SymExpr) -> Scalar:
+        def integer(place: SymExpr) -> Scalar:
             w = Scalar(Substitute({step.var: place}).value(part.w))
-            return Scalar(Intrinsic(NEAREST, ((w * factor).value,), "int32")) + MAX_W
+            return Scalar(Intrinsic(ROUND_TO_INT32, ((w * factor).value,), "int32")) + MAX_W
 
-        word = number(row) | number(row + self.length).binary("shift_left", 16)
-        return self._rows_of_weights(For(row, sym(self.length), Seq(())), column, weights.w, word.value)
+        int16_pair = integer(row) | integer(row + self.length).binary("shift_left", 16)
+        return self._rows_of_weights(For(row, sym(self.length), Seq(())), column, weights.w, int16_pair.value)
 
     def _prepare(self, rows: Rows) -> Stmt:
-        """The rows of x as words, what they are multiplied by and what their pairs add. A row that has no scale gets an
-        infinite one, one of zeros a scale of 0."""
+        """Return the pass that quantizes the rows of x to int16 pairs and computes their scales and corrections.
+
+        A row without a scale gets an infinite one, a row of zeros a scale of 0.
+        """
         group, lanes, zero = self._group(), self.lanes, literal(0.0, "float32")
         r, lane = group.member, group.lane
         squares, peaks, powers = (
@@ -117,36 +121,40 @@ class Int16Products(Products):
         at = (group.lane_row,)
         results = seq(Store(rows.scales, at, scale.value), Store(rows.shifts, at, shifts[lane]))
         x = self._element(group.row, k := SymVar("k", lower=0))
-        squared = For(k, sym(self.depth), Store(squares, (r,), Binary("mul", x, x), "add"))
-        compared = For(k, sym(self.depth), Store(peaks, (r,), Unary("abs", x), "maxnum"))
+        square_loop = For(k, sym(self.depth), Store(squares, (r,), Binary("mul", x, x), "add"))
+        max_loop = For(k, sym(self.depth), Store(peaks, (r,), Unary("abs", x), "maxnum"))
 
-        def word(place: SymExpr) -> Value:
+        def int16_pair(place: SymExpr) -> Value:
             low, high = (
-                Scalar(Intrinsic(NEAREST, (Binary("mul", self._element(group.row, k), powers[r]),), "int32")) + MAX_X
+                Scalar(Intrinsic(ROUND_TO_INT32, (Binary("mul", self._element(group.row, k), powers[r]),), "int32"))
+                + MAX_X
                 for k in (place, place + self.length)
             )
             return (low | high.binary("shift_left", 16)).value
 
         first = Store(shifts, (r,), literal(0, "int32"), "add")
         pairs = self._pairs(first, lambda own, place: _shift_of(rows.prepared, group.row, own, place))
-        looked = seq(split_reduction(squared, lanes, 4, zero), split_reduction(compared, lanes, 4, zero))
+        measure_row = seq(split_reduction(square_loop, lanes, 4, zero), split_reduction(max_loop, lanes, 4, zero))
         body = (
             *(init_accumulators(buffer, literal(0, buffer.dtype), lanes) for buffer in (squares, peaks, shifts)),
-            For(r, group.count, looked),
+            For(r, group.count, measure_row),
             For(lane, sym(lanes), Store(powers, (lane,), (1.0 / undo).value), "vectorized"),
-            For(r, group.count, seq(self._row(rows.prepared, group.row, word), pairs)),
+            For(r, group.count, seq(self._row(rows.prepared, group.row, int16_pair), pairs)),
         )
         return self._over_groups(group, rows, results, body, (squares, peaks, powers, shifts))
 
 
 def _shift_of(prepared: Buffer, row: SymExpr, own: SymExpr, place: SymExpr) -> Value:
-    """What a word of a row adds to all of its sums: the product with its neighbour where the two are a pair, and its
-    own with what weights are too large by."""
-    word, number = Scalar(prepared[row, place]), Scalar(IndexValue(own % TERMS))
+    """Return the share of an int16 pair in the correction of its row.
+
+    It is the product with the neighbour where the two form a Winograd pair, plus the product with the offset of
+    weights.
+    """
+    int16_pair, number = Scalar(prepared[row, place]), Scalar(IndexValue(own % TERMS))
     neighbours = Scalar(_products(prepared[row, place], prepared[row, place + 1]))
     is_first = number.equals(0) | number.equals(TERMS // 2)
-    too_large = Scalar(_products(literal(MAX_W | MAX_W << 16, "int32"), word.value))
-    return (select(is_first, neighbours, 0) + too_large).value
+    offset_product = Scalar(_products(literal(MAX_W | MAX_W << 16, "int32"), int16_pair.value))
+    return (select(is_first, neighbours, 0) + offset_product).value
 
 
 def _sum(a: Value, b: Value) -> Value:
@@ -154,4 +162,4 @@ def _sum(a: Value, b: Value) -> Value:
 
 
 def _products(a: Value, b: Value) -> Value:
-    return Intrinsic(DOT2_INT16, (literal(0, "int32"), a, b), "int32")
+    return Intrinsic(DOT2_PACKED_INT16, (literal(0, "int32"), a, b), "int32")

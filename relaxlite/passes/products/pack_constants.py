@@ -1,16 +1,16 @@
-"""Lay constant weights out in the order in which the scheduled kernels read them.
+"""Packing of constant weights into the layout that scheduled kernels read.
 
-A register tile reads `width` columns of B[k, n] for one k after another, far apart in memory. Packed as
-P[n / width, k, width] (zeros fill up the last panel) the kernel streams through each panel:
+A register tile reads `width` columns of B[k, n] for each k, with the stride of a whole row. Packed as
+P[n / width, k, width] (the last panel is padded with zeros) the kernel streams through each panel:
 
     B[k, j]   =>   P[j // width, k, j % width]
 
-Rows that a dot product takes several at a time lie beside each other: P[j // width, k // group, j % width, k % group].
-Several matrices B[e, k, n] of which a tile reads one stay apart: P[e, j // width, k, j % width].
+Rows that a dot product multiplies together are interleaved: P[j // width, k // group, j % width, k % group].
+Stacked matrices B[e, k, n], of which a tile reads one, are packed one by one: P[e, j // width, k, j % width].
 
 A program is changed where all its calls pass constants; the schedule names the operands (attribute `panels`: input,
-width; `groups`: input, group; `apart`: inputs). Programs that read the same large constants read the panels too; those
-with the attribute INHERITS_LAYOUT read all that they read as others have it packed.
+width; `groups`: input, group; `apart`: inputs). Programs that read the same large constants read the panels too;
+programs with the attribute INHERITS_LAYOUT read all their constants as other programs have them packed.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.records import dataclass
 
-SHARED_BYTES = 1 << 20  # of a constant that is worth reading in another layout for the sake of one copy
+SHARED_BYTES = 1 << 20  # minimum size of a constant whose other readers take the packed layout, to keep one copy
 
 
 def pack_constants(module: IRModule) -> IRModule:
-    """Lay constant weights out as the schedules of their programs read them."""
+    """Pack constant weights as the schedules of their programs read them."""
     wanted = {name: panels for name, p in module.programs().items() if (panels := _panels(p))}
     for call in program_calls(module):
         if call.callee.name in wanted:
@@ -70,25 +70,31 @@ def pack_constants(module: IRModule) -> IRModule:
 
 
 def _other_readers(module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]) -> dict[str, dict[int, _Layout]]:
-    """Programs that read large constants which are packed for a product: an embedding that is also the matrix of the
-    logits. They read the panels as well, so that there is one copy."""
+    """Return the layouts of inputs of programs that also read large packed constants, so that there is one copy.
+
+    Example: an embedding that is also the matrix of the logits.
+    """
     packed: dict[int, _Layout] = {}  # by the id of the constant
     large: set[int] = set()
     for call in program_calls(module):
         panels = wanted.get(call.callee.name, {})
         constants = {k: arg.value for k in panels if isinstance(arg := call.args[k], Constant)}
         packed.update({id(value): panels[k] for k, value in constants.items()})
-        if any(value.nbytes >= SHARED_BYTES for value in constants.values()):  # and with it its scales, for one
+        if any(
+            value.nbytes >= SHARED_BYTES for value in constants.values()
+        ):  # and the constants packed with it, as its scales
             large.update(id(value) for value in constants.values())
-    follows = {name for name, program in module.programs().items() if program.attrs.get(INHERITS_LAYOUT)}
-    read: dict[tuple[str, int], _Layout | None] = {}  # (program, input) -> how all its calls pass it; None: not alike
+    inheriting = {name for name, program in module.programs().items() if program.attrs.get(INHERITS_LAYOUT)}
+    layout_of_input: dict[
+        tuple[str, int], _Layout | None
+    ] = {}  # (program, input) -> how all its calls pass it; None: not alike
     for call in program_calls(module):
         for k, arg in enumerate(call.args):
             place, key = (call.callee.name, k), id(arg.value) if isinstance(arg, Constant) else None
-            result = packed.get(key) if key is not None and (key in large or call.callee.name in follows) else None
-            read[place] = result if read.get(place, result) == result else None
+            result = packed.get(key) if key is not None and (key in large or call.callee.name in inheriting) else None
+            layout_of_input[place] = result if layout_of_input.get(place, result) == result else None
     readers: dict[str, dict[int, _Layout]] = {}
-    for (name, k), layout_of in read.items():
+    for (name, k), layout_of in layout_of_input.items():
         if layout_of is not None and k not in wanted.get(name, {}):
             readers.setdefault(name, {})[k] = layout_of
     return readers
@@ -96,8 +102,10 @@ def _other_readers(module: IRModule, wanted: Mapping[str, Mapping[int, _Layout]]
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """B[..., k, n] as P[n / width, ..., k / group, width, group]; without the last dimension for groups of 1. `apart`:
-    how many dimensions stay in front of the panels, of groups of 1."""
+    """A packed layout: B[..., k, n] as P[n / width, ..., k / group, width, group]; groups of 1 have no last dimension.
+
+    `apart`: number of leading dimensions that stay before the panels, for groups of 1.
+    """
 
     width: int
     group: int = 1
@@ -131,7 +139,7 @@ class _Layout:
 
 
 def _panels(program: TensorProgram) -> dict[int, _Layout]:
-    """Input -> layout."""
+    """Return the layout of each input that the schedule of a program packs."""
     if program.attrs.get(INHERITS_LAYOUT):
         return {}
     widths, groups, apart = (program.attrs.get(name, ()) for name in (PANELS, ROW_GROUPS, STACKED))
@@ -142,12 +150,14 @@ def _panels(program: TensorProgram) -> dict[int, _Layout]:
 
 
 def pack_program(program: TensorProgram, panels: Mapping[int, _Layout]) -> TensorProgram:
-    """The program with these inputs packed, of those that its schedule names."""
-    wanted = (PANELS, ROW_GROUPS, STACKED, PREFETCH_BYTES)
-    attrs = {name: value for name, value in program.attrs.items() if name not in wanted}
-    ahead: Any = program.attrs.get(PREFETCH_BYTES, ())
-    if streams := tuple((k, count) for k, count in ahead if k in panels):  # what is not packed is read in other places
-        attrs[PREFETCH_BYTES] = streams
+    """Rewrite a program to read the inputs `panels` packed; other inputs that its schedule names stay unpacked."""
+    names = (PANELS, ROW_GROUPS, STACKED, PREFETCH_BYTES)
+    attrs = {name: value for name, value in program.attrs.items() if name not in names}
+    distances: Any = program.attrs.get(PREFETCH_BYTES, ())
+    if packed_distances := tuple(
+        (k, count) for k, count in distances if k in panels
+    ):  # distances are for packed inputs only
+        attrs[PREFETCH_BYTES] = packed_distances
     packed: dict[Buffer, tuple[Buffer, _Layout]] = {}
     for k, layout in panels.items():
         old = program.params[k]
@@ -163,8 +173,11 @@ def _calls_routine(cond: Value) -> bool:
 
 
 class _PackLoads(ProgramRewriter):
-    """Reads what is packed as it lies then. Routines that take addresses of panels are for packed ones: where these
-    stay `loose`, the other branch is taken."""
+    """Redirects loads and addresses to packed buffers.
+
+    Library routines that take addresses of panels need packed inputs: where inputs stay `loose`, unpacked, the fallback
+    branch is taken.
+    """
 
     def __init__(self, packed: Mapping[Buffer, tuple[Buffer, _Layout]], loose: Collection[Buffer]) -> None:
         super().__init__()
@@ -175,7 +188,7 @@ class _PackLoads(ProgramRewriter):
             return self.stmt(stmt.other or Seq(()))
         if not isinstance(stmt, Prefetch) or stmt.buffer not in self._packed.keys() | self._loose:
             return super().stmt(stmt)
-        if stmt.buffer in self._loose:  # its panels lie in pieces, far from each other
+        if stmt.buffer in self._loose:  # rows of its panels are not contiguous
             return Seq(())
         buffer, layout = self._packed[stmt.buffer]
         return replace(stmt, buffer=buffer, indices=layout.indices(stmt.indices))
@@ -185,15 +198,15 @@ class _PackLoads(ProgramRewriter):
 
     def _value(self, value: Value) -> Value:
         if isinstance(value, Select) and self._is_guarded(value):
-            return self.value(value.then)  # what the panel holds beyond the last column is the zero of `other`
+            return self.value(value.then)  # the padding of the panel is the zero of `other`
         if not isinstance(value, Load | AddressOf) or value.buffer not in self._packed:
             return super()._value(value)
         buffer, layout = self._packed[value.buffer]
         return replace(value, buffer=buffer, indices=layout.indices(value.indices))
 
     def _is_guarded(self, value: Select) -> bool:
-        """b[..., j] if j < columns else 0"""
-        cond, load, other = value.cond, value.then, value.other
+        """Whether the value is b[..., j] if j < columns else 0, of a packed b."""
+        cond, load, otherwise = value.cond, value.then, value.other
         return (
             isinstance(load, Load)
             and load.buffer in self._packed
@@ -203,8 +216,8 @@ class _PackLoads(ProgramRewriter):
             and isinstance(cond.b, IndexValue)
             and cond.a.index is load.indices[-1]
             and cond.b.index is load.buffer.shape[-1]
-            and isinstance(other, Literal)
-            and not other.value
+            and isinstance(otherwise, Literal)
+            and not otherwise.value
         )
 
 

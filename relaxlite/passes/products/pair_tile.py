@@ -3,8 +3,8 @@
     for i, j: { e[]; e = 0; for k: e += x[i, k]*b[k, j]
                 f[]; f = 0; for k: f += x[i, k]*a[k, j];  out[i, j] = g(e, f) }
 
-Both sums of an element lie in one tile, half as wide each, and take their steps in one loop: row by row, so that each
-element of x is loaded once for both. The epilogue runs as that of a single reduction (register_tile.py).
+Both sums of an element lie in one tile, each half as wide, and advance in one loop, row by row, so that each element of
+x is loaded once for both. The epilogue runs as that of a single reduction (register_tile.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from relaxlite.records import dataclass
 
 
 def pair_of(stage: Stmt) -> tuple[Reduction, Reduction] | None:
-    """The two reductions of a pair: `final` of the first is the block of the second. None: it is no pair."""
+    """Match a stage as a pair of reductions: `final` of the first is the block of the second. None: no match."""
     outer = perfect_nest(stage)
     body = outer.body
     if not isinstance(body, Allocate) or not isinstance(body.body, Seq) or len(body.body.stmts) != 3:
@@ -37,7 +37,7 @@ def pair_of(stage: Stmt) -> tuple[Reduction, Reduction] | None:
 
 
 def apart(body: Allocate) -> tuple[Allocate, Allocate]:
-    """The blocks of a pair: the first without what follows it, the second."""
+    """Split the block of a pair into the block of the first sum, without epilogue, and the block of the second."""
     assert isinstance(body.body, Seq)
     *own, second = body.body.stmts
     assert isinstance(second, Allocate)
@@ -45,20 +45,20 @@ def apart(body: Allocate) -> tuple[Allocate, Allocate]:
 
 
 def together(first: Allocate, second: Allocate) -> Allocate:
-    """The pair of two blocks (`apart`)."""
+    """Join two blocks into a pair: the inverse of `apart`."""
     assert isinstance(first.body, Seq)
     return replace(first, body=Seq((*first.body.stmts, second)))
 
 
 @dataclass(frozen=True, slots=True)
 class PairTile(Tile):
-    """Makes the code of tiles of `block`, whose epilogue reads the element of `partner`."""
+    """Emits register tiles of a pair: `block`, whose epilogue reads the element of `partner`."""
 
     partner: Tile = field(kw_only=True)
 
     @staticmethod
     def of(pair: Allocate, row: For | None, column: For, lanes: int, rows: int, enough_sums: int) -> PairTile:
-        """Each has half of the sums that hide their latency."""
+        """Build the tile of a pair; each block gets half of the sums that hide latency."""
         first, second = (Tile(body, row, column, lanes, rows, max(1, enough_sums // 2)) for body in apart(pair))
         return PairTile(second.block, row, column, lanes, rows, second.enough_sums, partner=first)
 
@@ -68,7 +68,7 @@ class PairTile(Tile):
         return replace(self.partner, least_rows=self.least_rows, part=self.part), Tile(self.block, *own)
 
     def _beside(self, sums: Sequence[Allocate], then: Stmt) -> Stmt:
-        return _side_by_side(sums[0], sums[1], then) if len(sums) == 2 else Tile._beside(self, sums, then)
+        return _merge_reductions(sums[0], sums[1], then) if len(sums) == 2 else Tile._beside(self, sums, then)
 
     def _last(self, loops: TileLoops, at: dict[SymVar, SymExpr], sums: Sequence[Load], *, masked: bool) -> Stmt:
         final = ReplaceLoads(self.partner.block.buffer, sums[0]).stmt(self.block)
@@ -76,28 +76,29 @@ class PairTile(Tile):
         return replace(self, block=final)._epilogue(loops, at, sums[1], masked=masked)
 
     def _is_long(self) -> bool:
-        return True  # the first result goes into what would be an epilogue of its own
+        return True  # the epilogue reads two sums
 
     def _staged(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
-        """The sums in registers, stored to two tiles on the stack; then the epilogue in a loop over their vectors."""
+        """Return sums in registers, spilled to two tiles on the stack, then the epilogue in a loop over their
+        vectors."""
         shape = (sym(self.most_rows), sym(piece.vectors * self.lanes))
-        done = [Buffer(f"{t.block.buffer.name}_tile", shape, t.block.buffer.dtype, "local") for t in self._tiles]
+        tiles = [Buffer(f"{t.block.buffer.name}_tile", shape, t.block.buffer.dtype, "local") for t in self._tiles]
 
         def body(rows: int) -> Stmt:
-            return self._into(done, piece, rows, first, top)
+            return self._store_sums(tiles, piece, rows, first, top)
 
         loops, at = self._loops(piece, self.most_rows, first, top)
         row, part, lane = loops
         place = (row.var, part.var * self.lanes + lane.var)
         loops = replace(row, extent=height, kind="serial"), replace(part, kind="serial"), lane
-        epilogue = self._last(loops, at, [Load(tile, place) for tile in done], masked=piece.masked)
+        epilogue = self._last(loops, at, [Load(buffer, place) for buffer in tiles], masked=piece.masked)
         code = seq(self._by_height(height, body), epilogue)
-        for tile in reversed(done):
-            code = Allocate(tile, code)
+        for buffer in reversed(tiles):
+            code = Allocate(buffer, code)
         return code
 
-    def _into(self, done: list[Buffer], piece: ColumnPiece, rows: int, first: SymExpr, top: SymExpr) -> Stmt:
-        """The sums of both in so many rows, stored to `done`."""
+    def _store_sums(self, tiles: list[Buffer], piece: ColumnPiece, rows: int, first: SymExpr, top: SymExpr) -> Stmt:
+        """Return the sums of both blocks in `rows` rows, stored to the buffers `tiles`."""
         loops, at = self._loops(piece, rows, first, top)
         place = (loops[0].var, loops[1].var * self.lanes + loops[2].var)
 
@@ -105,30 +106,30 @@ class PairTile(Tile):
             return Substitute(fresh=True).stmt(nest(loops, Store(buffer, place, value, combine)))
 
         parts = [t._parts() for t in self._tiles]
-        outer, others = parts[0], parts[1]
-        if outer is None or others is None or any(t._interleaved(loops) > 1 for t in self._tiles):
+        first_part, second_part = parts[0], parts[1]
+        if first_part is None or second_part is None or any(t._interleaved(loops) > 1 for t in self._tiles):
             sums = [t._sums(loops, at, t._stmts[1], masked=piece.masked) for t in self._tiles]
-            stores = [stored(buffer, load) for buffer, (_, load) in zip(done, sums, strict=True)]
-            return _side_by_side(sums[0][0], sums[1][0], seq(*stores))
-        steps = [outer.body, Substitute({others.var: outer.var}).stmt(others.body)]
+            stores = [stored(buffer, load) for buffer, (_, load) in zip(tiles, sums, strict=True)]
+            return _merge_reductions(sums[0][0], sums[1][0], seq(*stores))
+        steps = [first_part.body, Substitute({second_part.var: first_part.var}).stmt(second_part.body)]
         sums = [t._sums(loops, at, s, masked=piece.masked) for t, s in zip(self._tiles, steps, strict=True)]
-        stores = [stored(buffer, load, "add") for buffer, (_, load) in zip(done, sums, strict=True)]
-        starts = [stored(buffer, identity("add", buffer.dtype)) for buffer in done]
-        return seq(*starts, replace(outer, body=_side_by_side(sums[0][0], sums[1][0], seq(*stores))))
+        stores = [stored(buffer, load, "add") for buffer, (_, load) in zip(tiles, sums, strict=True)]
+        starts = [stored(buffer, identity("add", buffer.dtype)) for buffer in tiles]
+        return seq(*starts, replace(first_part, body=_merge_reductions(sums[0][0], sums[1][0], seq(*stores))))
 
 
-def _side_by_side(first: Allocate, second: Allocate, then: Stmt) -> Stmt:
-    """The reductions of two tiles in one loop, then what uses both."""
+def _merge_reductions(first: Allocate, second: Allocate, then: Stmt) -> Stmt:
+    """Merge the reductions of two tiles into one loop, followed by `then`, which reads both."""
     assert isinstance(first.body, Seq) and isinstance(second.body, Seq)
     (init, steps, *rest), (other_init, other_steps, *other_rest) = first.body.stmts, second.body.stmts
     depth = len(perfect_nest(steps).loops) - 2  # all but those over the vectors and lanes of a row
-    body = seq(init, other_init, _merged(steps, other_steps, depth), *rest, *other_rest, then)
+    body = seq(init, other_init, _merge_nests(steps, other_steps, depth), *rest, *other_rest, then)
     return Allocate(first.buffer, Allocate(second.buffer, body))
 
 
-def _merged(a: Stmt, b: Stmt, depth: int) -> Stmt:
-    """Two nests whose first `depth` loops are alike as one."""
+def _merge_nests(a: Stmt, b: Stmt, depth: int) -> Stmt:
+    """Merge two loop nests whose first `depth` loops are equal."""
     if depth == 0:
         return seq(a, b)
     assert isinstance(a, For) and isinstance(b, For)
-    return replace(a, body=_merged(a.body, Substitute({b.var: a.var}).stmt(b.body), depth - 1))
+    return replace(a, body=_merge_nests(a.body, Substitute({b.var: a.var}).stmt(b.body), depth - 1))

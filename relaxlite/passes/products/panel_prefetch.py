@@ -1,22 +1,21 @@
-"""Register tiles that ask for panels of weights before they read them. In which of two ways, the target says.
+"""Software prefetch of weight panels in register tiles, by one of two schemes that the target selects.
 
-The first of the row blocks that go along a panel reads it from a lower cache or from memory, the others from the second
-cache. So its steps are slow, and during those of the others memory has nothing to do: this is the time to ask for the
-panel that comes next. Where there is one block, all steps wait alike, and nothing would be gained.
+The first row block that runs along a panel reads the panel from L3 or memory, the other blocks from L2. So the steps of
+the first block are slow, and memory is idle during those of the others: they prefetch the next panel. With one row
+block all steps wait alike, and prefetching would gain nothing.
 
-`NextPanel`: the last row blocks, as many as a row of the panel has lines or as there are, ask for some of these lines
-each, at every step; the other blocks ask for one line again and again. More lines per step would be too many at once:
-the processor may drop some, and a panel with holes is slower than one that nobody asked for, which comes as a
-stream.
+`NextPanel`: the last row blocks (at most one for each line of a row of the panel) each prefetch some of these lines at
+every step; the other blocks prefetch one line again and again. More lines per step would be too many at once: the
+processor may drop some, and a panel with holes is slower than one without prefetches, which the hardware prefetcher
+streams.
 
     for k: { prefetch(b[k, j0 + 64 + at]); prefetch(b[k, j0 + 64 + at2]); e[r, u, l] += a[i0 + r, k] * b[k, j0 + ...] }
 
-A step may take several rows of the matrix, and then asks for as many.
+A step that takes several rows of the matrix prefetches as many.
 
-`BothPanels`: all row blocks ask for their share of the next panel, so that a step asks for one line at most, and for
-the lines of their own panel some steps ahead, into the first cache. Some processors gain by both, and lose by the
-above: a request that misses the first cache takes one of the few places that loads need too. Figures of both:
-docs/measurements/cpus.md, panel_prefetch_steps.
+`BothPanels`: each row block prefetches its share of the next panel, at most one line in a step, and the lines of its
+own panel some steps ahead, into L1. Some processors gain by both and lose by `NextPanel`: a prefetch that misses L1
+occupies one of the few miss buffers that loads need too. Figures: docs/measurements/cpus.md, panel_prefetch_steps.
 
     for k: { prefetch(b[k + 8, j0], 1); ...; prefetch(b[line // 4, j0 + 64 + line % 4 * 16]); e[r, u, l] += ... }
 """
@@ -35,16 +34,19 @@ from relaxlite.ir.program_visitor import Substitute, loads
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.records import dataclass
 
-LINE = 64  # bytes that come from memory together
+LINE = 64  # bytes of a cache line
 MIN_BLOCKS = 2
-Rows: TypeAlias = "Callable[[SymExpr], tuple[tuple[SymExpr, ...], ...]]"  # those that a step reads
-ONE = 1 << 16  # line: rates of lines per step are fractions of this
+Rows: TypeAlias = "Callable[[SymExpr], tuple[tuple[SymExpr, ...], ...]]"  # step -> indices of the matrix rows it reads
+ONE = 1 << 16  # fixed-point 1.0 of rates in lines per step
 
 
 @dataclass(frozen=True, slots=True)
 class PanelPrefetch:
-    """How tiles ask for panels: for their own `ahead` steps before they read it (0: not at all), and for the next.
-    `cache`: to which one lines of their own come."""
+    """How tiles prefetch panels of weights.
+
+    `ahead`: prefetch distance in steps within a tile's own panel (0: none). `for_next`: whether tiles prefetch the next
+    panel. `cache`: the cache level that lines of the own panel go to.
+    """
 
     ahead: int
     for_next: bool
@@ -52,8 +54,10 @@ class PanelPrefetch:
 
 
 def prefetcher_of(asks: PanelPrefetch, update: Stmt, column: SymVar, first: SymExpr, width: int) -> Prefetcher | None:
-    """What tiles ask for whose first column is `first`. `update`: what sums up an element in column `column`. None: it
-    is no sum along the rows of one panel."""
+    """Return the prefetcher of tiles whose first column is `first`, in panels of `width` columns.
+
+    `update`: the reduction of an element in column `column`. None: it does not read along the rows of one panel.
+    """
     operands = panel_operands(update, column)
     if not operands:
         return None
@@ -66,36 +70,36 @@ def prefetcher_of(asks: PanelPrefetch, update: Stmt, column: SymVar, first: SymE
 
 
 class Prefetcher(ABC):
-    """What tiles ask for while they sum up."""
+    """Emits the prefetches of register tiles."""
 
     __slots__ = ()
 
     def bound(self, blocks: SymExpr, block: SymExpr, body: Stmt) -> Stmt:
-        """`body` with the symbols for row block `block` of so many."""
+        """Define the symbols of the prefetches around `body`, for row block `block` of `blocks`."""
         for symbol, value in self._values(blocks, block).items():
             body = LetIndex(symbol, IndexValue(value), body)
         return body
 
     def beside(self, sums: Allocate, update: For) -> Allocate:
-        """The sums of a tile, whose steps now ask. `update`: the sum of an element that they were made of."""
+        """Add prefetches to the steps of a tile's sums. `update`: the reduction of one element."""
         assert isinstance(sums.body, Seq)
         *before, steps = sums.body.stmts
         assert isinstance(steps, For)
-        asked = self.asked(update, steps.var)
-        return replace(sums, body=seq(*before, replace(steps, body=seq(*asked, steps.body))))
+        prefetches = self.asked(update, steps.var)
+        return replace(sums, body=seq(*before, replace(steps, body=seq(*prefetches, steps.body))))
 
     @abstractmethod
     def _values(self, blocks: SymExpr, block: SymExpr) -> dict[SymVar, SymExpr]:
-        """What the symbols are in row block `block` of so many."""
+        """Return the values of the symbols in row block `block` of `blocks`."""
 
     @abstractmethod
     def asked(self, update: For, step: SymExpr) -> list[Prefetch]:
-        """In step `step` of the sum `update`."""
+        """Return the prefetches of step `step` of the reduction `update`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PanelPrefetcher(Prefetcher):
-    """For what the tiles of one column of tiles read themselves, or those of the next."""
+    """Prefetches for tiles that run along one panel: lines of that panel, or of the next."""
 
     column: SymVar
     first: SymExpr  # the first column of the tile
@@ -109,54 +113,54 @@ class PanelPrefetcher(Prefetcher):
         def rows(number: SymExpr) -> tuple[tuple[SymExpr, ...], ...]:
             return tuple(Substitute({update.var: number}).indices(operand.indices[:-1]) for operand in operands)
 
-        return self._requests(operands[0].buffer, rows, step)
+        return self._prefetches(operands[0].buffer, rows, step)
 
     @abstractmethod
-    def _requests(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
-        """Those of step `step`. `rows`: where a step reads the operand, but for the column."""
+    def _prefetches(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
+        """Return the prefetches of step `step`. `rows`: step -> indices, without the column, that the step reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class BothPanels(PanelPrefetcher):
-    """Lines of the own panel, and of the next."""
+    """Prefetches lines of the own panel some steps ahead, and a share of the next panel."""
 
     asks: PanelPrefetch
-    rate: SymVar  # lines of the next panel per step, times ONE; 0 for one block alone, which asks for one line for ever
+    rate: SymVar  # lines of the next panel per step, times ONE; 0 with one block, which prefetches the same line again
     block: SymVar  # the number of the row block
 
     def _values(self, blocks: SymExpr, block: SymExpr) -> dict[SymVar, SymExpr]:
         if not self.asks.for_next:
             return {}
-        even = smin(self.lines * ONE // smax(blocks, 1), ONE)
-        return {self.block: sym(block), self.rate: even * smin(blocks // MIN_BLOCKS, 1)}
+        even_rate = smin(self.lines * ONE // smax(blocks, 1), ONE)
+        return {self.block: sym(block), self.rate: even_rate * smin(blocks // MIN_BLOCKS, 1)}
 
-    def _requests(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
-        line, ahead = LINE // dtypes.itemsize(operand.dtype), rows(step + self.asks.ahead)
-        places = [(*row, self.first + k * line) for row in ahead for k in range(self.lines)]
-        requests = [Prefetch(operand, place, self.asks.cache) for place in places]
+    def _prefetches(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
+        line, rows_ahead = LINE // dtypes.itemsize(operand.dtype), rows(step + self.asks.ahead)
+        places = [(*row, self.first + k * line) for row in rows_ahead for k in range(self.lines)]
+        prefetches = [Prefetch(operand, place, self.asks.cache) for place in places]
         if self.asks.for_next:
-            *batch, present = rows(step)[0]
-            number = (self.block * operand.shape[-2] + present) * self.rate // ONE
-            column = self.first + self.width + number % self.lines * line
-            requests.append(Prefetch(operand, (*batch, number // self.lines, column)))
-        return requests
+            *batch, current_row = rows(step)[0]
+            line_number = (self.block * operand.shape[-2] + current_row) * self.rate // ONE
+            column = self.first + self.width + line_number % self.lines * line
+            prefetches.append(Prefetch(operand, (*batch, line_number // self.lines, column)))
+        return prefetches
 
 
 @dataclass(frozen=True, slots=True)
 class NextPanel(PanelPrefetcher):
-    """Lines of the next panel, by the last row blocks."""
+    """Prefetches lines of the next panel in the last row blocks."""
 
-    is_on: SymVar  # 1 in a row block that asks, else 0
-    begin: SymVar  # the first line that it asks for
+    is_on: SymVar  # 1 in a row block that prefetches, else 0
+    begin: SymVar  # the first line that the block prefetches
     end: SymVar  # the last one
 
     def _values(self, blocks: SymExpr, block: SymExpr) -> dict[SymVar, SymExpr]:
-        asking = smin(smax(blocks, 1), self.lines)
-        turn, lines = block - blocks + asking, sym(self.lines)  # turn 0: the first block that asks
+        prefetching_blocks = smin(smax(blocks, 1), self.lines)
+        turn, lines = block - blocks + prefetching_blocks, sym(self.lines)  # turn 0: the first block that prefetches
 
         def start(turn: SymExpr) -> SymExpr:
-            """The first line of a turn; no turn has two more than another."""
-            return turn * (lines // asking) + smin(turn, lines % asking)
+            """Return the first line of a turn; the turns differ by at most one line."""
+            return turn * (lines // prefetching_blocks) + smin(turn, lines % prefetching_blocks)
 
         return {
             self.is_on: smax(smin(turn + 1, smin(blocks - MIN_BLOCKS + 1, 1)), 0),
@@ -164,20 +168,20 @@ class NextPanel(PanelPrefetcher):
             self.end: start(smax(turn, 0) + 1) - 1,
         }
 
-    def _requests(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
+    def _prefetches(self, operand: Buffer, rows: Rows, step: SymExpr) -> list[Prefetch]:
         line, start = LINE // dtypes.itemsize(operand.dtype), self.first + self.is_on * self.width
-        most = range(-(-self.lines // MIN_BLOCKS))
-        columns = [start + smin(self.begin + k, self.end) * line for k in most]
+        max_lines = range(-(-self.lines // MIN_BLOCKS))
+        columns = [start + smin(self.begin + k, self.end) * line for k in max_lines]
         return [Prefetch(operand, (*row, column)) for row in rows(step * self.is_on) for column in columns]
 
 
 @dataclass(frozen=True, slots=True)
 class NextPart(Prefetcher):
-    """Of a panel that is made of what is stored otherwise, what the next part of it will be made of. All row blocks ask
-    where that `is_interleaved`, else the first one.
+    """Prefetches the stored weights from which the next part of a computed panel will be made.
 
-    `lines`: those of a step in a block of this number, or if not spread those of a step, or any of them where the
-    second is 0 and not 1. `symbol` stands for the second.
+    `is_interleaved`: all row blocks prefetch, each some rows; else the first block does. `lines`: (step, symbol) ->
+    prefetches, where `symbol` is the number of the row block if `is_interleaved`, else 1 in the first block and 0 in
+    the others, which may then prefetch any line.
     """
 
     lines: Callable[[SymExpr, SymExpr], list[Prefetch]]
@@ -192,26 +196,29 @@ class NextPart(Prefetcher):
 
 
 def panel_operands(update: Stmt, column: SymVar) -> tuple[Load, ...]:
-    """What a step of a sum reads of the rows of a matrix, in `column`; none: it is no such sum."""
+    """Return the loads of matrix rows, at `column`, in a step of a reduction; none: it is no sum along matrix rows."""
     if not isinstance(update, For) or isinstance(update.body, For):
         return ()
-    moving = [load for load in loads(update) if any(column in index.free_vars() for index in load.indices)]
-    if len({load.buffer for load in moving}) != 1 or len(moving[0].indices) < 2:
+    column_loads = [load for load in loads(update) if any(column in index.free_vars() for index in load.indices)]
+    if len({load.buffer for load in column_loads}) != 1 or len(column_loads[0].indices) < 2:
         return ()
-    are_rows = all(load.indices[-1] is column and update.var in load.indices[-2].free_vars() for load in moving)
-    return tuple(moving) if are_rows else ()
+    are_rows = all(load.indices[-1] is column and update.var in load.indices[-2].free_vars() for load in column_loads)
+    return tuple(column_loads) if are_rows else ()
 
 
 def steps_of(update: Stmt, column: SymVar, num_bytes: int) -> int:
-    """How many steps of a sum along rows of a matrix read so many bytes of whole rows; 0: it is no such sum."""
+    """Return how many steps of a sum along matrix rows read `num_bytes` of whole rows; 0: it is no such sum."""
     operands = panel_operands(update, column)
     width = as_int(operands[0].buffer.shape[-1]) if operands else None
     return 0 if width is None else num_bytes // (width * dtypes.itemsize(operands[0].buffer.dtype))
 
 
 def width_that_fits(update: Stmt, column: SymVar, widths: Sequence[int], cache_bytes: int) -> int | None:
-    """The first of some widths of which two panels take at most 5/8 of the second cache; else the last, if those take
-    at most 3/4 (measured: more is slower than not to ask). None: not even that."""
+    """Return the first of `widths` of which two panels take at most 5/8 of the L2 cache, `cache_bytes`.
+
+    Else the last width, if its two panels take at most 3/4: beyond that prefetching costs more than it gains
+    (docs/measurements/prod.md). None: no width fits.
+    """
     operands = panel_operands(update, column)
     depth = as_int(operands[0].buffer.shape[-2]) if operands else None
     if depth is None:

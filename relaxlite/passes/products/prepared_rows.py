@@ -1,4 +1,4 @@
-"""Programs that multiply one matrix by constant weights in two ways: by prepared rows of it, or as they did.
+"""Programs that multiply one matrix by constant weights through prepared rows, with the ordinary product as fallback.
 
     for i: { scale[i], shift[i], prepared[i, :] = ... of x[i, :] }               one pass over x
     if all rows have a scale:
@@ -6,12 +6,12 @@
     else:
         for i, j: { e = sum of x[i, k] * w[k, j];  out[i, j] = f(e * width[j]) }
 
-Weights that are stored in few bits stay so, and the second way is what it was. The first has a stage before it, which
-makes w, for the schedule to make it panel by panel (winograd_widened.py):
+Quantized weights stay quantized, and the fallback is unchanged. The fast branch starts with a stage that dequantizes w,
+which the schedule splits into panels (winograd_widened.py):
 
         for k, j: w[k, j] = widened(q[k, j]) / width[j]
 
-What is prepared and summed is said by winograd_loops.py, in floats, and int16_loops.py, in integers.
+Subclasses define the prepared rows and the sums: winograd_loops.py in floats, int16_loops.py in integers.
 """
 
 from __future__ import annotations
@@ -53,20 +53,26 @@ from relaxlite.passes.products.reduction import Block
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-ROW_UNIT = 4  # the greatest of which heights of tiles are multiples
-PERIOD = 3  # vectors after which pairs begin at the same lanes again: 48 elements are 8 steps
+ROW_UNIT = 4  # the greatest unit of heights of tiles
+PERIOD = 3  # vectors after which pairs start at the same lanes again: 48 elements are 8 steps
 
 
 def columns_for_pass(least: int, target: Target) -> int:
-    """Over how many columns a pass over x has to be spread: `least` where two loads issue for each FMA, twice as many
-    where products take half the time (docs/measurements/cpus.md, prepared_rows)."""
+    """Return the minimum columns that pay for a pass over x: `least` where two loads issue for each FMA, else twice
+    that.
+
+    Figures: docs/measurements/cpus.md, prepared_rows.
+    """
     return least * 2 // target.cpu_facts.loads_per_fma
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """One stage: block of a reduction over x[i..., k] * w, where i... are functions of the rows' loops, and w is a load
-    of w[k, j], or what widens weights that are stored in fewer bits. `is_kept`: what is stored stays as it is."""
+    """A product with constant weights: one stage, a reduction over x[i..., k] * w.
+
+    The indices i... are functions of the rows' loops; w is a load of w[k, j] or dequantizes stored weights. `is_kept`:
+    the stored weights are kept as they are.
+    """
 
     stage: Stmt
     block: Block
@@ -76,7 +82,7 @@ class Product:
 
     @property
     def stored(self) -> tuple[Buffer, ...]:
-        """What w is read from."""
+        """Buffers that w is loaded from."""
         return tuple(dict.fromkeys(part.buffer for part in walk_values(self.w) if isinstance(part, Load)))
 
     @property
@@ -85,7 +91,7 @@ class Product:
         return loop
 
     def floats(self, constants: Sequence[Array], start: int, end: int) -> Array:
-        """The columns of w (k, n) from `start` to `end`, where these constants are what is stored."""
+        """Evaluate the columns `start` to `end` of w (k, n), given the constants of the `stored` buffers."""
         depth, column = int(self.step.extent), self.column.var
         reads = [part for part in walk_values(self.w) if isinstance(part, Load)]
         of_columns = {load.buffer for load in reads if load.indices[-1:] == (column,)}
@@ -103,7 +109,7 @@ class Product:
 
     @property
     def row(self) -> SymExpr:
-        """Its number."""
+        """Number of the row, over all row loops."""
         return flat_offset(self.dims, (loop.var for loop in self.rows))
 
     @property
@@ -111,15 +117,16 @@ class Product:
         return tuple(loop.extent for loop in self.rows)
 
     def reads_like(self, other: Product) -> bool:
-        """Whether both have the same rows."""
+        """Whether both products read the same rows of x."""
         if self.x.buffer is not other.x.buffer or self.dims != other.dims:
             return False
-        names = {mine.var: its.var for mine, its in zip(self.rows, other.rows, strict=True)}
-        mine = tuple(substitute(index, names) for index in self.x.indices[:-1])
+        var_map = {mine.var: its.var for mine, its in zip(self.rows, other.rows, strict=True)}
+        mine = tuple(substitute(index, var_map) for index in self.x.indices[:-1])
         return all(a is b for a, b in zip(mine, other.x.indices[:-1], strict=True))
 
     def with_sum(self, reduced: Stmt, finish: Value, total: Buffer) -> Stmt:
-        """The stage with other reduced loops, which add to `total`, and `finish` for its sum in what follows."""
+        """Return the stage with the reduced loops `reduced`, which add to `total`; its epilogue reads `finish` as the
+        sum."""
         after = _Finish(self.block.body.buffer, finish).stmt(seq(*self.block.stmts[2:]))
         body: Stmt = Allocate(total, seq(Store(total, (), literal(0, total.dtype)), reduced, after))
         return Substitute(fresh=True).stmt(nest(self.block.spatial, body))
@@ -127,28 +134,28 @@ class Product:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """What the pass over x makes: rows of elements up to whole tiles, and a scale and what is added for each row."""
+    """Results of the pass over x: prepared rows, padded to whole tiles, and a scale and a shift for each row."""
 
     prepared: Buffer
-    scales: Buffer  # float32; infinite for a row that takes the ordinary way
+    scales: Buffer  # float32; infinite for a row that needs the fallback
     shifts: Buffer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """As many rows as a vector has lanes, whose scales are computed side by side, in a loop over groups."""
+    """A loop over groups of as many rows as a vector has lanes: their scales are computed in one vector."""
 
     loop: SymVar
     member: SymVar
     lane: SymVar
-    count: SymExpr  # of its members: in the last group there may be less
+    count: SymExpr  # members of the group; the last group may have fewer
     row: SymExpr  # the number of the member
-    lane_row: SymExpr  # that of the lane
+    lane_row: SymExpr  # the number of the row in the lane
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Of one product: what is read in place of w, and of its columns what is taken off a sum and multiplied by."""
+    """New weights of one product: `w`, and for each column the offset subtracted from sums, and the factor of sums."""
 
     w: Buffer
     offset: Buffer
@@ -157,7 +164,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Products(ABC):
-    """A program of nothing else, of one x."""
+    """A program of products of one x with constant weights, and its rewriting to prepared rows."""
 
     whole: TensorProgram
     parts: tuple[Product, ...]
@@ -165,12 +172,12 @@ class Products(ABC):
 
     @property
     def x(self) -> Load:
-        """An element of a row, at the loops of the first part."""
+        """The load of x in the first product."""
         return self.parts[0].x
 
     @property
     def stored(self) -> tuple[tuple[int, ...], ...]:
-        """Which inputs the weights of each part are."""
+        """The positions among the inputs of the stored weights of each product."""
         return tuple(tuple(map(self.whole.inputs.index, part.stored)) for part in self.parts)
 
     @property
@@ -183,47 +190,50 @@ class Products(ABC):
 
     @property
     def stride(self) -> int:
-        """From one prepared row to the next: zeros up to whole periods of `_pairs` and one more element, which that
-        reads, and an odd number of vectors, for rows side by side to lie in other sets of the cache."""
+        """Elements from one prepared row to the next.
+
+        Rows are padded with zeros to whole periods of `_pairs` and one more element, which `_pairs` reads, and to an
+        odd number of vectors, so that neighbouring rows lie in different cache sets.
+        """
         vectors = -(-self.length // (PERIOD * self.lanes)) * PERIOD + 1
         return (vectors + 1 - vectors % 2) * self.lanes
 
     @property
     @abstractmethod
     def least_rows(self) -> int:
-        """From how many rows on this is faster."""
+        """Minimum number of rows from which prepared rows pay."""
 
     @property
     @abstractmethod
     def dtype(self) -> DType:
-        """Of prepared elements and of what is summed."""
+        """Type of prepared elements and of their sums."""
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """How many elements of a prepared row stand for elements of x; zeros follow."""
+        """Elements of a prepared row before its padding."""
 
     @property
     @abstractmethod
     def weight_rows(self) -> int:
-        """How many rows the matrix has that is read in place of w."""
+        """Number of rows of the new weights."""
 
     @abstractmethod
     def _prepare(self, rows: Rows) -> Stmt:
-        """The pass over x."""
+        """Return the pass over x that computes `rows`."""
 
     @abstractmethod
     def _fast(self, part: Product, weights: Weights, rows: Rows) -> Stmt:
-        """The stage out of prepared rows."""
+        """Return the stage of a product that reads prepared rows."""
 
     @abstractmethod
     def _plain(self, part: Product, weights: Weights) -> Stmt:
-        """The stage as it was, but for where weights come from."""
+        """Return the fallback stage of a product: the ordinary sum with the new weights."""
 
     def program(self) -> TensorProgram:
-        """Still to be scheduled, but for the pass over x."""
+        """Build the new program; only its pass over x is scheduled."""
         count, name = product(self.parts[0].dims), self.x.buffer.name
-        shape = (count + (ROW_UNIT - 1), sym(self.stride))  # the last tile reads up to so many rows more
+        shape = (count + (ROW_UNIT - 1), sym(self.stride))  # the last tile may read beyond the last row
         rows = Rows(
             Buffer(f"{name}_prepared", shape, self.dtype),
             Buffer(f"{name}_scales", (count,), "float32"),
@@ -232,22 +242,24 @@ class Products(ABC):
         weights = [self._weights(part) for part in self.parts]
         fast = [self._fast(part, each, rows) for part, each in zip(self.parts, weights, strict=True)]
         plain = [self._plain(part, each) for part, each in zip(self.parts, weights, strict=True)]
-        worst = Buffer("largest_scale", (), "float32", "local")
-        largest = For(at := SymVar("i", lower=0), count, Store(worst, (), rows.scales[at], "max"))
-        look = seq(self._prepare(rows), Store(worst, (), literal(0.0, "float32")), largest)
+        largest_scale = Buffer("largest_scale", (), "float32", "local")
+        max_loop = For(at := SymVar("i", lower=0), count, Store(largest_scale, (), rows.scales[at], "max"))
+        measure = seq(self._prepare(rows), Store(largest_scale, (), literal(0.0, "float32")), max_loop)
         infinite = Literal(float("inf"), "float32")
         body: Stmt = seq(
-            Store(worst, (), infinite),
-            IfThenElse(less(self.least_rows - 1, count), look),
-            IfThenElse(Compare("lt", worst[()], infinite), seq(*fast), seq(*plain)),
+            Store(largest_scale, (), infinite),
+            IfThenElse(less(self.least_rows - 1, count), measure),
+            IfThenElse(Compare("lt", largest_scale[()], infinite), seq(*fast), seq(*plain)),
         )
-        for buffer in (worst, rows.scales, rows.shifts, rows.prepared):
+        for buffer in (largest_scale, rows.scales, rows.shifts, rows.prepared):
             body = Allocate(buffer, body)
         pairs = zip(self.parts, weights, strict=True)
-        replaced = {part.stored[0]: each.w for part, each in pairs if not part.is_kept}
-        beside = [buffer for each in weights for buffer in (each.offset, each.width)]
-        inputs = (*(replaced.get(b, b) for b in self.whole.inputs), *beside)
-        attrs = Attrs({**self.whole.attrs, MIN_PREPARED_ROWS: self.least_rows, IN_PLACE: self._in_place(len(beside))})
+        new_buffers = {part.stored[0]: each.w for part, each in pairs if not part.is_kept}
+        extra_inputs = [buffer for each in weights for buffer in (each.offset, each.width)]
+        inputs = (*(new_buffers.get(b, b) for b in self.whole.inputs), *extra_inputs)
+        attrs = Attrs(
+            {**self.whole.attrs, MIN_PREPARED_ROWS: self.least_rows, IN_PLACE: self._in_place(len(extra_inputs))}
+        )
         checks = [s for s in top_stages(self.whole) if isinstance(s, Check)]
         return replace(self.whole, params=(*inputs, *self.whole.outputs), body=seq(*checks, body), attrs=attrs)
 
@@ -261,16 +273,18 @@ class Products(ABC):
         )
 
     def _rows_of_weights(self, row: For, column: For, w: Buffer, value: Value) -> list[Stmt]:
-        """Stages that make w of `value` in these rows and columns, and of zeros behind the last row."""
+        """Return the stages that store `value` to w for all rows and columns, and pad w with rows of zeros."""
         rest = self.weight_rows - int(row.extent)
-        beyond = For(SymVar("k", lower=0), sym(rest), Seq(()))
-        zeros = nest((beyond, column), Store(w, (beyond.var + row.extent, column.var), literal(0, w.dtype)))
+        padding = For(SymVar("k", lower=0), sym(rest), Seq(()))
+        zeros = nest((padding, column), Store(w, (padding.var + row.extent, column.var), literal(0, w.dtype)))
         stages = [nest((row, column), Store(w, (row.var, column.var), value)), *([zeros] if rest else [])]
         return [Substitute(fresh=True).stmt(stage) for stage in stages]
 
     def _in_place(self, more: int) -> Pairs:
-        """Which operands the results may still take over, behind so many more inputs: x is read before results are
-        written, or as ever."""
+        """Return the (input, output) pairs that may still share memory, with outputs `more` positions later.
+
+        The fast branch reads x before it writes results; the fallback is as before.
+        """
         whole = self.whole
         pairs = [
             (x, out + more)
@@ -290,19 +304,21 @@ class Products(ABC):
     def _over_groups(
         self, group: Group, rows: Rows, results: Stmt, body: Sequence[Stmt], local: Sequence[Buffer]
     ) -> Stmt:
-        """`body` for each group, then `results` for each of its lanes that is a row, in one parallel loop. The rows
-        beyond the last, which a tile may read, are zeros."""
+        """Return the parallel loop over groups: `body`, then `results` for each lane that has a row.
+
+        Rows beyond the last, which a tile may read, are zeros. `local`: buffers of one group.
+        """
         lanes, number = self.lanes, product(self.parts[0].dims)
-        kept = IfThenElse(less(group.lane_row, number), results)
-        each: Stmt = seq(*body, For(group.lane, sym(lanes), kept, "vectorized"))
+        store_results = IfThenElse(less(group.lane_row, number), results)
+        group_body: Stmt = seq(*body, For(group.lane, sym(lanes), store_results, "vectorized"))
         for buffer in reversed(local):
-            each = Allocate(buffer, each)
-        beyond = For(group.member, sym(ROW_UNIT - 1), self._zeros(rows.prepared, number + group.member, 0))
-        groups = For(group.loop, ceildiv(number, lanes), each, "parallel")
-        return Substitute(fresh=True).stmt(seq(beyond, groups))
+            group_body = Allocate(buffer, group_body)
+        padding = For(group.member, sym(ROW_UNIT - 1), self._zeros(rows.prepared, number + group.member, 0))
+        groups = For(group.loop, ceildiv(number, lanes), group_body, "parallel")
+        return Substitute(fresh=True).stmt(seq(padding, groups))
 
     def _element(self, row: SymExpr, place: SymExpr) -> Load:
-        """Of a row of x by its number."""
+        """Return the load of an element of x, by the number of its row."""
         at: dict[SymVar, SymExpr] = {}
         for loop in reversed(self.parts[0].rows[1:]):
             at[loop.var], row = row % loop.extent, row // loop.extent
@@ -316,7 +332,7 @@ class Products(ABC):
         return For(part, sym(end - first), For(lane, sym(self.lanes), store, "vectorized"))
 
     def _row(self, prepared: Buffer, row: SymExpr, value: Callable[[SymExpr], Value]) -> Stmt:
-        """A row of prepared values, then zeros."""
+        """Return the stores of a row of prepared values, padded with zeros."""
         full, rest = divmod(self.length, self.lanes)
 
         def masked(place: SymExpr) -> Value:
@@ -326,11 +342,11 @@ class Products(ABC):
         return seq(self._vectors(prepared, row, 0, full, value), *last, self._zeros(prepared, row, full + len(last)))
 
     def _zeros(self, prepared: Buffer, row: SymExpr, first: int) -> Stmt:
-        """Of a row from vector `first` on."""
+        """Return the stores of zeros to a prepared row from vector `first` on."""
         return self._vectors(prepared, row, first, self.stride // self.lanes, lambda place: literal(0, self.dtype))
 
     def _pairs(self, total: Store, value: Callable[[SymExpr, SymExpr], Value]) -> Stmt:
-        """A sum over a prepared row: `value` of a place among PERIOD vectors, and of the place in the row."""
+        """Return a sum over a prepared row of `value`(place modulo PERIOD vectors, place)."""
         step, part = SymVar("step", lower=0), SymVar("u", lower=0, upper=PERIOD - 1)
         lane, zero = SymVar("l", lower=0, upper=self.lanes - 1), literal(0, self.dtype)
         partial = Buffer("pairs_partial", (sym(PERIOD * self.lanes),), self.dtype, "local")
@@ -349,7 +365,7 @@ class Products(ABC):
 
 
 class _Finish(ProgramRewriter):
-    """What reads the sum reads a function of another one."""
+    """Replaces loads of the sum by `finish`."""
 
     def __init__(self, total: Buffer, finish: Value) -> None:
         super().__init__()
@@ -360,7 +376,7 @@ class _Finish(ProgramRewriter):
 
 
 class Elsewhere(ProgramRewriter):
-    """One load as another."""
+    """Replaces one load by another."""
 
     def __init__(self, old: Load, new: Load) -> None:
         super().__init__()

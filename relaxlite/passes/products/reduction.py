@@ -6,8 +6,8 @@ becomes, with j along vectors of 16 lanes (the column) and i down the tile (the 
 
     for jo: for io: { e[6, 4, 16] = 0; for k: e[r, u, l] += a[io*6 + r, k] * b[k, jo*64 + u*16 + l]; out[...] = f(e) }
 
-The tile's loops are unrolled and vectorized, so `e` lives in registers. Here the tile's size and the order of tiles are
-chosen; register_tile.py makes their code. Every shape is exact.
+The tile's loops are unrolled and vectorized, so `e` lives in registers. This file chooses the tile's size and the order
+of tiles; register_tile.py emits their code. Every shape is exact.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ MAX_SMALL_STRIDE = 4  # a strided vector load is still better than scalar code
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """How rows become blocks (see register_tile.RowSplit). `together`: blocks that go along a panel of columns before
-    the next blocks do; None: all of them."""
+    """How rows are split into blocks (see register_tile.RowSplit).
+
+    `together`: blocks that run along a panel of columns before the next blocks do; None: all blocks.
+    """
 
     least: int = 1
     unit: int = 1
@@ -82,9 +84,11 @@ def tiled(
     asks: PanelPrefetch | None = None,
     shape: RowShape | None = None,
 ) -> Stmt:
-    """The block in register tiles for vectors of `lanes`, in one parallel loop over all of its tiles. `body` stands for
-    the block's, where that does not add term by term any more. `hides_conversions`: see Target. `asks`: how
-    tiles ask for panels of the columns' operand (panel_prefetch.py)."""
+    """Lower a block to register tiles with vectors of `lanes`, in one parallel loop over the tiles.
+
+    `body`: replaces the block's body, where its sum was rewritten (dot products). `hides_conversions`: see Target.
+    `asks`: how tiles prefetch panels of the columns' operand (panel_prefetch.py).
+    """
     row, rows, vectors = tile_size(block, column, lanes, registers, choice)
     shape = RowShape() if shape is None or row is None else shape
     rows = -(-rows // shape.unit) * shape.unit
@@ -93,10 +97,12 @@ def tiled(
     tile = replace(tile, least_rows=shape.least, row_unit=shape.unit, together=shape.together)
     prologues = prologues_of(block, column) if body is None else ()
     has_panels = (
-        bool(prologues) and row is not None and not (hides_conversions and all(each.is_cheap for each in prologues))
+        bool(prologues)
+        and row is not None
+        and not (hides_conversions and all(prologue.is_cheap for prologue in prologues))
     )
     if has_panels and choice.sums == ONE_SUM:
-        period = math.lcm(*(each.period for each in prologues))
+        period = math.lcm(*(prologue.period for prologue in prologues))
         tile = replace(tile, part=-(-PANEL_STEPS // period) * period)
     if len(prologues) == 1:
         tile = replace(tile, asks=asks)
@@ -110,22 +116,24 @@ def tiled(
         _counter(f"{column.var.name}o", sum((p.count for p in pieces), sym(0))),
         _counter("row" if row is None else f"{row.var.name}o", tile.rows.count),
     )
-    others = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
+    outer_axes = [(loop.var, loop.extent) for loop in block.spatial if loop is not column and loop is not row]
     if shape.together is not None and row is not None:
-        return _in_groups(replace(tile, asks=asks), pieces, others)
+        return _in_groups(replace(tile, asks=asks), pieces, outer_axes)
     rows_outside = choice.outer == "rows" if choice.outer else row is not None and _rows_first(block, row)
     tile = replace(tile, asks=None if rows_outside else asks)
     tiles = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down[0]))
-    usual = grid([*others, down, across] if rows_outside else [*others, across, down], tiles)
+    streamed = grid([*outer_axes, down, across] if rows_outside else [*outer_axes, across, down], tiles)
     if row is None or not prologues or hides_conversions:
-        return usual
-    staged = over_panels(_higher(tile), [each.operand for each in prologues], pieces, others)
-    return select_version(less(row.extent, rows + 1), usual, staged)
+        return streamed
+    staged = over_panels(_higher(tile), [prologue.operand for prologue in prologues], pieces, outer_axes)
+    return select_version(less(row.extent, rows + 1), streamed, staged)
 
 
 def _in_groups(tile: Tile, pieces: Sequence[ColumnPiece], others: Sequence[tuple[SymVar, SymExpr]]) -> Stmt:
-    """Tiles of which a group of row blocks take a panel, one after the other, then the next, before the next group
-    does: what the rows read stays in the cache."""
+    """Lower tiles so that a group of row blocks runs along all panels before the next group.
+
+    The rows of a group stay in the cache.
+    """
     rows, group, down = tile.rows, SymVar("group", lower=0), SymVar("block", lower=0)
     across = _counter(f"{tile.column.var.name}o", sum((p.count for p in pieces), sym(0)))
     code = by_piece(pieces, across[0], lambda piece, number: tile(piece, number, down))
@@ -135,12 +143,11 @@ def _in_groups(tile: Tile, pieces: Sequence[ColumnPiece], others: Sequence[tuple
 
 
 def prologues_of(block: Block, column: For) -> tuple[Prologue, ...]:
-    """What the operand that moves along the column goes through before it is multiplied, for each sum of an element;
-    none: that of some sum is a plain load."""
+    """Return the prologue of the columns' operand for each sum of an element; none: in some sum it is a plain load."""
     row = block.row_loop(column)
     bodies = apart(block.body) if block.is_pair else (block.body,)
-    result = [_prologue(Block(block.spatial, body), column, row) for body in bodies]
-    return tuple(each for each in result if each is not None) if None not in result else ()
+    prologues = [_prologue(Block(block.spatial, body), column, row) for body in bodies]
+    return tuple(prologue for prologue in prologues if prologue is not None) if None not in prologues else ()
 
 
 def _prologue(block: Block, column: For, row: For | None) -> Prologue | None:
@@ -151,30 +158,29 @@ def _prologue(block: Block, column: For, row: For | None) -> Prologue | None:
 
 
 def _higher(tile: Tile) -> Tile:
-    """For more rows than one tile has."""
+    """Return the tile with the assumption that there are more rows than one tile has."""
     return replace(tile, least_rows=tile.most_rows + 1)
 
 
 def tiled_prologue(
-    tile: Tile, found: Prologue, spatial: Sequence[For], vectors: int, registers: int, *, hides_conversions: bool
+    tile: Tile, prologue: Prologue, spatial: Sequence[For], vectors: int, registers: int, *, hides_conversions: bool
 ) -> Stmt:
-    """Tiles of a block with a prologue: streamed where one block holds all rows or what is to be done costs nothing,
-    else staged."""
+    """Lower a block with a prologue: streamed where one tile holds all rows or the prologue is cheap, else staged."""
     row, column = tile.row, tile.column
     pieces = column_pieces(column.extent, tile.lanes, vectors)
     across = _counter(f"{column.var.name}o", sum((p.count for p in pieces), sym(0)))
-    others = [(loop.var, loop.extent) for loop in spatial if loop is not column and loop is not row]
+    outer_axes = [(loop.var, loop.extent) for loop in spatial if loop is not column and loop is not row]
     if not pieces:
         return Seq(())
 
-    streaming = Stream(registers, column.var, None if row is None else row.var, found.period, tile.enough_sums)
-    low = replace(tile, stream=streaming)
-    down = _counter("row" if row is None else f"{row.var.name}o", low.rows.count)
-    tiles = by_piece(pieces, across[0], lambda piece, number: low(piece, number, down[0]))
-    streamed = grid([*others, across, down], tiles)
-    if row is None or (found.is_cheap and hides_conversions):
+    stream = Stream(registers, column.var, None if row is None else row.var, prologue.period, tile.enough_sums)
+    streamed_tile = replace(tile, stream=stream)
+    down = _counter("row" if row is None else f"{row.var.name}o", streamed_tile.rows.count)
+    tiles = by_piece(pieces, across[0], lambda piece, number: streamed_tile(piece, number, down[0]))
+    streamed = grid([*outer_axes, across, down], tiles)
+    if row is None or (prologue.is_cheap and hides_conversions):
         return streamed
-    staged = over_panels(_higher(replace(tile, asks=None)), [found.operand], pieces, others)
+    staged = over_panels(_higher(replace(tile, asks=None)), [prologue.operand], pieces, outer_axes)
     return select_version(less(row.extent, tile.most_rows + 1), streamed, staged)
 
 
@@ -185,7 +191,7 @@ def over_panels(
     others: Sequence[tuple[SymVar, SymExpr]],
     fill: Fill | None = None,
 ) -> Stmt:
-    """Tiles whose row blocks share panels of the columns' operands; many blocks are shared out."""
+    """Lower tiles whose row blocks share panels of the columns' operands; threads share runs of row blocks."""
     blocks = tile.rows.count
     across = _counter(f"{tile.column.var.name}o", sum((p.count for p in pieces), sym(0)))
     share, shares = SymVar("share", lower=0), ceildiv(blocks, MAX_BLOCKS)
@@ -195,8 +201,11 @@ def over_panels(
 
 
 def _rows_first(block: Block, row: For) -> bool:
-    """Whether to go along rows of tiles rather than down their columns, in which the columns' operand stays in the
-    cache: for few steps and many rows, as results that lie side by side are then written one after the other."""
+    """Whether the loop over row blocks is the outer one, for few steps and many rows: results are then written in
+    order.
+
+    Else the loop over columns is the outer one, and the columns' operand stays in the cache.
+    """
     steps = [as_int(loop.extent) or FEW_STEPS + 1 for loop in perfect_nest(block.stmts[1]).loops]
     return math.prod(steps) <= FEW_STEPS and (as_int(row.extent) or 0) >= MANY_ROWS
 
@@ -204,7 +213,7 @@ def _rows_first(block: Block, row: For) -> bool:
 def tile_size(
     block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT
 ) -> tuple[For | None, int, int]:
-    """(the loop down the tile or None, the rows of a tile at most, its vectors)"""
+    """Return (the loop over rows or None, the maximum rows of a tile, its vectors)."""
     row = block.row_loop(column)
     return row, *tile_shape(row, column, lanes, registers, choice, len(block.updates))
 
@@ -212,22 +221,22 @@ def tile_size(
 def tile_shape(
     row: For | None, column: For, lanes: int, registers: int, choice: ScheduleChoice = DEFAULT, sums: int = 1
 ) -> tuple[int, int]:
-    """(the rows of a tile at most, its vectors), where each element of the tile has so many sums"""
+    """Return (the maximum rows of a tile, its vectors), for `sums` sums in each element."""
     vectors = _vectors(column, lanes, registers, choice, sums)
     return 1 if row is None else _rows(row, vectors * sums, registers, choice), vectors
 
 
 def panel_width(block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT) -> int:
-    """How many columns a tile has."""
+    """Return the columns of a tile."""
     return _vectors(column, lanes, registers, choice, len(block.updates)) * lanes
 
 
 def panel_widths(
     block: Block, column: For, lanes: int, registers: int = 32, choice: ScheduleChoice = DEFAULT
 ) -> dict[Buffer, int]:
-    """Operands that a tile streams through by rows of `width` columns, `width` being the tile's: weights of a matmul.
+    """Return the operands that a tile reads by rows of its width, as weights of a matmul, with that width.
 
-    Packed into panels of that width (pack_constants.py) they are read from one end to the other.
+    Packed into panels of that width (pack_constants.py) an operand is read from one end to the other.
     """
     width, columns = panel_width(block, column, lanes, registers, choice), as_int(column.extent)
     if columns is None or (columns <= width and columns % lanes == 0):
@@ -241,19 +250,21 @@ def panel_widths(
 
 
 def prefetch_distances(panels: Iterable[Buffer], most: int) -> dict[Buffer, int]:
-    """How far ahead each of the panels of one product is asked for, in lines: the longest `most` bytes, the others in
-    step."""
+    """Return the prefetch distance in bytes, whole cache lines, of each panel of one product.
+
+    `most`: the distance in the operand with the most bytes per column; the others in proportion, at the same step.
+    """
     rows = {b: (as_int(b.shape[0]) or 1) * dtypes.itemsize(b.dtype) for b in panels}
     return {b: -(-most * size // max(rows.values()) // LINE) * LINE for b, size in rows.items()} if most else {}
 
 
 def _accumulators(registers: int) -> int:
-    """How many vector registers hold sums; the others hold operands."""
+    """Return how many vector registers hold sums; the others hold operands."""
     return registers * 3 // 4
 
 
 def _vectors(column: For, lanes: int, registers: int, choice: ScheduleChoice, sums: int) -> int:
-    """How many vectors wide a tile is: as many as leave accumulators for six rows."""
+    """Return how many vectors wide a tile is: as many as leave accumulators for six rows."""
     most = choice.vectors or max(1, _accumulators(registers) // 6 // sums)
     width = as_int(column.extent)
     return most if width is None else max(1, min(most, -(-width // lanes)))
@@ -272,7 +283,7 @@ def _counter(name: str, count: SymExpr) -> tuple[SymVar, SymExpr]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """for spatial: { element[]; init; reduced loops: combine; epilogue }
+    """A reduction: for spatial: { element[]; init; reduced loops: combine; epilogue }.
 
     The epilogue may be such a block itself: a pair of reductions over the same loops (pair_products.py).
     """
@@ -286,7 +297,7 @@ class Block:
 
     @property
     def updates(self) -> tuple[Store, ...]:
-        """The combining stores, two of a pair."""
+        """The combining stores: one, or two of a pair."""
         result = [s for s in walk_stmts(self.body) if isinstance(s, Store) and s.combine is not None]
         return tuple(result[: 2 if self.is_pair else 1])
 
@@ -299,12 +310,12 @@ class Block:
         return isinstance(self.stmts[-1], Allocate)
 
     def loads(self) -> Iterator[Load]:
-        """What the reductions combine."""
+        """Return the loads that the reductions combine."""
         elements = {update.buffer for update in self.updates}
         return (load for update in self.updates for load in loads(update) if load.buffer not in elements)
 
     def fused(self, *, reduced: bool = True) -> Block:
-        """Fuse adjacent spatial loops, and adjacent reduced loops, whose accesses stay linear."""
+        """Fuse adjacent spatial loops, and adjacent reduced loops if `reduced`, where accesses stay linear."""
         spatial, body = list(self.spatial), self.body
         k = len(spatial) - 2
         while k >= 0:
@@ -318,27 +329,30 @@ class Block:
         return Block(tuple(spatial), replace(body, body=_fuse_reduced(body.body)) if reduced else body)
 
     def vector_loop(self) -> For | None:
-        """The spatial loop to vectorize: the last along which the output and some operand are contiguous and no operand
-        jumps far. None: there is none."""
+        """Return the spatial loop to vectorize; None: there is none.
+
+        It is the last loop along which the output and some operand are contiguous and all strides are small.
+        """
         for loop in reversed(self.spatial):
             if as_int(loop.extent) == 1:
                 continue
-            read = [stride(load, loop.var) for load in self.loads()]
-            written = [stride(s, loop.var) for s in stores(self.body) if s.buffer.scope == "global"]
-            near = all(s is not None and abs(s) <= MAX_SMALL_STRIDE for s in read)
-            if near and any(read) and all(s == 1 for s in written):
+            read_strides = [stride(load, loop.var) for load in self.loads()]
+            write_strides = [stride(s, loop.var) for s in stores(self.body) if s.buffer.scope == "global"]
+            near = all(s is not None and abs(s) <= MAX_SMALL_STRIDE for s in read_strides)
+            if near and any(read_strides) and all(s == 1 for s in write_strides):
                 return loop
         return None
 
     def row_loop(self, column: For) -> For | None:
-        """A spatial loop that the contiguous operand does not depend on, so that a vector of it serves several rows."""
-        moving = [load for load in self.loads() if stride(load, column.var)]
+        """Return a spatial loop on which the columns' operand does not depend, so that rows share its vectors; None:
+        none."""
+        column_loads = [load for load in self.loads() if stride(load, column.var)]
         for loop in reversed(self.spatial):
             if (
                 loop is not column
                 and as_int(loop.extent) != 1
-                and moving
-                and all(stride(load, loop.var) == 0 for load in moving)
+                and column_loads
+                and all(stride(load, loop.var) == 0 for load in column_loads)
             ):
                 return loop
         return None
@@ -359,8 +373,10 @@ def _fuse_reduced(stmt: Stmt) -> Stmt:
 
 
 def reduction_block(stage: Stmt) -> Block | None:
-    """The stage as a reduction, or a pair, whose loops may change places: each element is computed apart from the
-    others, and no extent depends on another loop. None: it is no such reduction."""
+    """Match a stage as a reduction, or a pair of reductions, whose loops may be reordered; None: no match.
+
+    Elements must be independent of each other, and no extent may depend on another loop.
+    """
     pair = pair_of(stage) or reduction_of(stage)
     reductions = pair if isinstance(pair, tuple) else (pair,) if pair is not None else ()
     if not reductions or not all(map(has_disjoint_writes, reductions[0].spatial)):

@@ -1,13 +1,13 @@
-"""The code of register tiles: a grid of tiles, each of rows x vectors of sums, shared out among threads.
+"""Code of register tiles: a grid of tiles, each of rows x vectors of sums, that threads share.
 
     for jo: for io: { e[6, 4, 16] = 0; for k: e[r, u, l] += a[i0 + r, k] * b[k, jo*64 + u*16 + l]; out[...] = f(e) }
 
 **Rows** are split evenly: ceil(m / most) blocks whose heights differ by at most one, a body for each height that can
-occur. 16 rows are 6 + 5 + 5, not 6 + 6 + 4, and no tile is so low that it cannot hide the latency of its sums.
-**Columns** that are left over get a tile of as many vectors as they need, the last of them masked.
+occur. 16 rows are 6 + 5 + 5, not 6 + 6 + 4, so every tile has enough independent sums to hide their latency.
+**Remaining columns** get a tile of as many vectors as they need, the last of them masked.
 **All tiles form one loop**, so that threads get equal shares, however many panels or blocks there are.
-**An epilogue** of more than a few operations is a loop over the finished tile, which is stored to the stack for it: its
-code exists once, whatever the number of heights.
+**An epilogue** of more than a few operations is a loop over the finished tile, spilled to the stack: its code exists
+once, whatever the number of heights.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from relaxlite.passes.products.prologue import Replacement, Stream
 from relaxlite.records import dataclass
 
 TileLoops: TypeAlias = tuple[For, For, For]  # over the rows, vectors and lanes of a tile
-# (panel, (first step, number of steps), first column) -> what fills panel[step, column]
+# (panel, (first step, number of steps), first column) -> code that fills panel[step, column]
 Fill: TypeAlias = Callable[[Buffer, tuple[SymExpr, SymExpr], SymExpr], Stmt]
 
-ENOUGH_SUMS = 8  # independent chains of multiply-adds that hide their latency, twice over (cores with two units)
-LONGEST_SUM = 2048  # terms of a sum in one register, for the sake of rounding; parts of 512 would cost 4 % of the speed
-PANEL_STEPS = 128  # of the reduced loop, that many row blocks take before they go on: 32 KB of 64 columns
-MAX_BLOCKS = 32  # row blocks that go along together; their sums take up to 48 KB
-FEW_OPERATIONS = 2  # of an epilogue that is written out for every vector of every tile
-LONG_FUNCTION = 10  # FLOPs of a function that is not
+ENOUGH_SUMS = 8  # independent chains of FMAs that hide their latency on cores with two FMA units
+LONGEST_SUM = 2048  # terms of a sum in one register, to bound rounding (docs/measurements/prod.md)
+PANEL_STEPS = 128  # of the reduced loop in a panel that row blocks share: 32 KB of 64 columns
+MAX_BLOCKS = 32  # row blocks that share a panel; their sums take up to 48 KB
+FEW_OPERATIONS = 2  # of an epilogue that is unrolled for every vector of a tile
+LONG_FUNCTION = 10  # FLOPs of a function whose epilogue is not unrolled
 
 
 def _ceildiv(a: int, b: int) -> int:
@@ -63,8 +63,10 @@ def _ceildiv(a: int, b: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelRows:
-    """The operand of the columns where each step of a sum reads `count` rows of it. `ask`: (first step, first column)
-    of a part of a panel -> what its tiles ask for."""
+    """The columns' operand where each step of a sum reads `count` rows of `matrix`.
+
+    `ask`: (first step, first column) of a part of a panel -> the prefetcher of its tiles.
+    """
 
     matrix: Buffer
     count: int
@@ -73,13 +75,16 @@ class PanelRows:
 
 @dataclass(frozen=True, slots=True)
 class RowSplit:
-    """`extent` rows in blocks of at most `most` whose heights differ by at most one `unit`. The last unit may go beyond
-    the extent: those rows are computed, and not stored. Blocks come in groups of equal number, at most `together`."""
+    """A split of `extent` rows into blocks of at most `most` rows whose heights differ by at most one `unit`.
+
+    The last unit may exceed the extent: its surplus rows are computed, and not stored. Blocks form groups of an equal
+    number of blocks, at most `together`.
+    """
 
     extent: SymExpr
     most: int
-    least: int = 1  # the extent is known to be no less, or 0
-    unit: int = 1  # of which `most` is a multiple
+    least: int = 1  # lower bound of the extent, where it is not 0
+    unit: int = 1  # a divisor of `most`
     together: int = 1
 
     @property
@@ -88,7 +93,7 @@ class RowSplit:
 
     @property
     def in_group(self) -> SymExpr:
-        """How many blocks a group has."""
+        """Number of blocks in a group."""
         return ceildiv(ceildiv(self.extent, self.most), smax(self.groups, 1))
 
     @property
@@ -100,7 +105,7 @@ class RowSplit:
         return ceildiv(self.extent, self.unit)
 
     def start(self, block: SymExpr) -> SymExpr:
-        """The first row of a block: the first `units % count` blocks are one unit higher than the others."""
+        """Return the first row of a block: the first `units % count` blocks are one unit higher than the others."""
         return (block * (self._units // self.count) + smin(block, self._units % self.count)) * self.unit
 
     def height(self, block: SymExpr) -> SymExpr:
@@ -108,7 +113,7 @@ class RowSplit:
 
     @property
     def heights(self) -> tuple[int, ...]:
-        """Every height that can occur, greatest first."""
+        """All heights that can occur, greatest first."""
         lower, upper = Analyzer().bounds(self._units)
         most, least = self.most // self.unit, _ceildiv(self.least, self.unit)
         first, window = max(lower or 0, least), most * (most + 1) * self.together
@@ -125,8 +130,11 @@ class RowSplit:
 
 @dataclass(frozen=True, slots=True)
 class ColumnPiece:
-    """`count` tiles of `vectors` vectors from column `start` on; `masked`: their last vector may be a part of one.
-    `spread`: the vectors of a tile lie `count` vectors apart, so that each goes on where the tile before ended."""
+    """A run of `count` tiles, `vectors` vectors wide, from column `start` on.
+
+    `masked`: the last vector of a tile may be partial. `spread`: panels are interleaved; the vectors of a tile lie
+    `count` vectors apart, so that each continues where the tile before ended.
+    """
 
     count: SymExpr
     start: SymExpr
@@ -135,25 +143,26 @@ class ColumnPiece:
     spread: bool = False
 
     def apart(self, lanes: int) -> tuple[SymExpr, SymExpr]:
-        """How many columns are between the starts of two tiles, and of two vectors of a tile."""
+        """Return the distances in columns from one tile to the next, and from one vector of a tile to the next."""
         return (sym(lanes), self.count * lanes) if self.spread else (sym(self.vectors * lanes), sym(lanes))
 
 
 def column_pieces(extent: SymExpr, lanes: int, vectors: int, *, spread: bool = False) -> tuple[ColumnPiece, ...]:
-    """Tiles of the full width; then one of as many vectors as are left, or where that is not known single vectors."""
+    """Split columns into tiles of the full width, then one tile for the rest; single vectors where the rest is
+    unknown."""
     width = vectors * lanes
-    full, left = extent // width, as_int(extent % width)
-    pieces = [ColumnPiece(full, sym(0), vectors, spread=spread)]
-    if left is None:
-        pieces.append(ColumnPiece(ceildiv(extent % width, lanes), full * width, 1, masked=True))
-    elif left:
-        pieces.append(ColumnPiece(sym(1), full * width, -(-left // lanes), masked=left % lanes > 0))
+    num_full, remainder = extent // width, as_int(extent % width)
+    pieces = [ColumnPiece(num_full, sym(0), vectors, spread=spread)]
+    if remainder is None:
+        pieces.append(ColumnPiece(ceildiv(extent % width, lanes), num_full * width, 1, masked=True))
+    elif remainder:
+        pieces.append(ColumnPiece(sym(1), num_full * width, -(-remainder // lanes), masked=remainder % lanes > 0))
     return tuple(piece for piece in pieces if as_int(piece.count) != 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Makes the code of tiles of a block { element[]; init; reduced loops: combine; epilogue }."""
+    """Emits the register tiles of a block { element[]; init; reduced loops: combine; epilogue }."""
 
     block: Allocate
     row: For | None
@@ -161,12 +170,12 @@ class Tile:
     lanes: int
     most_rows: int
     enough_sums: int = ENOUGH_SUMS
-    least_rows: int = 1  # where the tiles run, there are no fewer
-    part: int | None = None  # how many terms are summed apart from the others; None: as suits so many rows
-    row_unit: int = 1  # heights are multiples of this; what goes beyond the rows can be read, and is not stored
-    together: int | None = None  # row blocks that take a panel before the next group does (RowSplit); None: all do
-    stream: Stream | None = None  # how an operand is taken in that is more than a load
-    asks: PanelPrefetch | None = None  # for panels of the columns' operand
+    least_rows: int = 1  # lower bound of the rows where the tiles run
+    part: int | None = None  # steps of a partial sum; None: chosen by the length of the sum
+    row_unit: int = 1  # heights are multiples of this; surplus rows can be read, and are not stored
+    together: int | None = None  # row blocks that run along a panel before the next group (RowSplit); None: all
+    stream: Stream | None = None  # streams an operand with a prologue
+    asks: PanelPrefetch | None = None  # prefetch of panels of the columns' operand
     requests: Prefetcher | None = None
 
     @property
@@ -176,12 +185,12 @@ class Tile:
 
     @property
     def _stmts(self) -> tuple[Stmt, ...]:
-        """The initial value, the reduced loops, the epilogue."""
+        """Statements of the block: initial value, reduced loops, epilogue."""
         assert isinstance(self.block.body, Seq)
         return self.block.body.stmts
 
     def __call__(self, piece: ColumnPiece, number: SymExpr, block: SymVar) -> Stmt:
-        """The tile of column tile `number` of a piece and row block `block`."""
+        """Return the code of column tile `number` of a piece in row block `block`."""
         first = self._first(piece, number)
         tile = self if piece.masked else self._panel_prefetch(first, piece.vectors * self.lanes)
         is_staged = self._is_long() or self._parts() is not None or self.row_unit > 1
@@ -199,13 +208,13 @@ class Tile:
         return tile.requests.bound(blocks, block % blocks, code)
 
     def _panel_prefetch(self, first: SymExpr, width: int) -> Tile:
-        """The maker of tiles that ask for panels of so many columns, where that helps."""
+        """Return the tile with the prefetcher of panels of `width` columns, where there is one."""
         if self.asks is None or self.row is None:
             return self
         return replace(self, requests=prefetcher_of(self.asks, self._stmts[1], self.column.var, first, width))
 
     def _first(self, piece: ColumnPiece, number: SymExpr) -> SymExpr:
-        """The first column of a tile."""
+        """Return the first column of tile `number` of a piece."""
         return piece.start + (sym(0) if as_int(piece.count) == 1 else number * piece.apart(self.lanes)[0])
 
     def over_panels(
@@ -216,10 +225,12 @@ class Tile:
         operands: Sequence[Value | PanelRows],
         fill: Fill | None = None,
     ) -> Stmt:
-        """The row blocks from blocks[0] to blocks[1], at most MAX_BLOCKS: all of them go along one part of the reduced
-        loop before the next, and read their columns' operand (one for each sum of an element) from a panel in the
-        cache. `fill` makes it, or, of an operand that is a value, the first block while it is summed. Sums wait in
-        memory in between."""
+        """Return the code of row blocks blocks[0] to blocks[1], at most MAX_BLOCKS, that share panels in the cache.
+
+        All blocks run along one part of the reduced loop before the next, and read the columns' operands (one for each
+        sum of an element) from a panel. `fill` writes the panel; without `fill` the first row block does, while it
+        sums. Sums stay in memory between parts.
+        """
         first, (begin, end) = self._first(piece, number), blocks
         base = SymVar(f"{self._row.var.name}b", lower=0)
         loops, at = self._loops(piece, self.most_rows, first, base)
@@ -238,23 +249,23 @@ class Tile:
         steps = self._along_panels(totals, piece, (first, base), blocks, operands, fill)
         if self.row_unit > 1:
             loops = replace(loops[0], extent=smin(count, self._row.extent - base)), *loops[1:]
-        last = self._last(loops, at, [Load(total, place) for total in totals], masked=piece.masked)
-        code: Stmt = seq(*cleared, steps, last)
+        epilogue = self._last(loops, at, [Load(total, place) for total in totals], masked=piece.masked)
+        code: Stmt = seq(*cleared, steps, epilogue)
         for total in reversed(totals):
             code = Allocate(total, code)
         return LetIndex(base, IndexValue(self.rows.start(begin)), code)
 
     @property
     def _tiles(self) -> tuple[Tile, ...]:
-        """One for each sum of an element."""
+        """One tile for each sum of an element."""
         return (self,)
 
     def _last(self, loops: TileLoops, at: dict[SymVar, SymExpr], sums: Sequence[Load], *, masked: bool) -> Stmt:
-        """The epilogue on the sums of an element, one for each of `_tiles`."""
+        """Return the epilogue, given the sums of an element, one for each of `_tiles`."""
         return self._epilogue(loops, at, sums[0], masked=masked)
 
     def _beside(self, sums: Sequence[Allocate], then: Stmt) -> Stmt:
-        """The sums of some of `_tiles`, then what uses them."""
+        """Return the sums of some of `_tiles`, followed by `then`, which reads them."""
         (only,) = sums
         return replace(only, body=seq(only.body, then))
 
@@ -267,7 +278,8 @@ class Tile:
         operands: Sequence[Value | PanelRows],
         fill: Fill | None,
     ) -> Stmt:
-        """The steps of `over_panels`, added to `totals`, whose first element is that of column and row `corner`."""
+        """Return the steps of `over_panels`, added to `totals`; `corner`: the column and row of their first
+        elements."""
         (first, base), (begin, end), outer = corner, blocks, self._stmts[1]
         assert isinstance(outer, For)
         depth, most = as_int(outer.extent), self.part or PANEL_STEPS
@@ -296,26 +308,26 @@ class Tile:
             return Substitute(fresh=True).stmt(LetIndex(top, IndexValue(self.rows.start(block)), code))
 
         panels = [_panel_of(operand, most, total) for operand, total in zip(operands, totals, strict=True)]
-        making, reading = [], []
+        writing, reading = [], []
         for own, panel, total, operand in zip(self._tiles, panels, totals, operands, strict=True):
             steps = own._stmts[1]
             assert isinstance(steps, For)
             fresh = Substitute({steps.var: start + step})
             if isinstance(operand, PanelRows):
-                rows = _Moved(operand.matrix, panel, (start * operand.count, first))
+                rows = _RedirectToPanel(operand.matrix, panel, (start * operand.count, first))
                 own = replace(own, requests=operand.ask(start, first))
                 reading.append((own, For(step, extent, rows.stmt(fresh.stmt(steps.body))), total))
                 continue
             load = Load(panel, (step, self.column.var - first))
             stream = Stream(0, self.column.var, self._row.var, enough_sums=own.enough_sums, panel=panel)
-            making.append((replace(own, stream=stream), For(step, extent, fresh.stmt(steps.body)), total))
+            writing.append((replace(own, stream=stream), For(step, extent, fresh.stmt(steps.body)), total))
             reading.append(
                 (own, For(step, extent, fresh.stmt(Replacement({id(operand): load}).stmt(steps.body))), total)
             )
         if fill is not None:
             result, rest = fill(panels[0], (start, extent), first), begin
         else:
-            result, rest = seq(*(tile(begin, [each], masked=piece.masked) for each in making)), begin + 1
+            result, rest = seq(*(tile(begin, [each], masked=piece.masked) for each in writing)), begin + 1
         code: Stmt = seq(result, For(index, end - rest, tile(rest + index, reading, masked=False)))
         for panel in reversed(panels):
             code = Allocate(panel, code)
@@ -327,7 +339,7 @@ class Tile:
         return self.row
 
     def _is_long(self) -> bool:
-        """Whether the epilogue is more than a few operations."""
+        """Whether the epilogue has more than a few operations."""
         work = [v for v in all_values(seq(*self._stmts[2:])) if not isinstance(v, Load | IndexValue)]
         functions = (v.op for v in work if isinstance(v, Unary))
         return len(work) > FEW_OPERATIONS or any(flops_of(op) >= LONG_FUNCTION for op in functions)
@@ -341,7 +353,8 @@ class Tile:
         return self._by_height(height, body)
 
     def _staged(self, piece: ColumnPiece, first: SymExpr, top: SymExpr, height: SymExpr) -> Stmt:
-        """The sums in registers, stored to a tile on the stack; then the epilogue in a loop over its vectors."""
+        """Return sums in registers, spilled to a tile on the stack, then the epilogue in a loop over the tile's
+        vectors."""
         width, element = piece.vectors * self.lanes, self.block.buffer
         tile = Buffer(f"{element.name}_tile", (sym(self.most_rows), sym(width)), element.dtype, "local")
 
@@ -373,7 +386,7 @@ class Tile:
     def _sums(
         self, loops: TileLoops, at: dict[SymVar, SymExpr], update: Stmt, *, masked: bool
     ) -> tuple[Allocate, Load]:
-        """The reduction of a tile by these reduced loops, and one of its sums in the tile's loops."""
+        """Return the reduction of a tile over the loops of `update`, and the load of one of its sums."""
         init = self._stmts[0]
         if self.stream is not None:
             assert isinstance(init, Store)
@@ -382,7 +395,7 @@ class Tile:
         times = self._interleaved(loops)
         copy = SymVar("s", upper=times - 1)
         if times > 1:
-            update = _every(update, times, copy)
+            update = _strided_steps(update, times, copy)
         copies = [For(copy, sym(times), Seq(()), "unrolled")] if times > 1 else []
         block = Substitute(at, fresh=True).stmt(Allocate(self.block.buffer, seq(init, update)))
         assert isinstance(block, Allocate)
@@ -399,7 +412,7 @@ class Tile:
         return replace(sums, body=seq(sums.body, total)), Load(sums.buffer, (sym(0), *place))
 
     def _interleaved(self, loops: TileLoops) -> int:
-        """How many sums each element gets, of every so many steps, where a tile alone has too few for the latency."""
+        """Return how many interleaved partial sums an element gets, where a tile has too few sums to hide latency."""
         if self.stream is not None:
             return 1
         innermost = perfect_nest(self._stmts[1]).loops[-1]
@@ -408,8 +421,10 @@ class Tile:
         return times if as_int(innermost.extent % times) == 0 and self.starts_neutral() else 1
 
     def _parts(self) -> For | None:
-        """A long sum of floats as a sum of shorter ones, which is more exact: the loop over the parts, round the
-        reduced loops of one. None: it is not so long."""
+        """Split a long sum of floats into partial sums, which is more exact; None: the sum is not long.
+
+        Returns the loop over the parts, around the reduced loops of one part.
+        """
         outer = self._stmts[1]
         assert isinstance(outer, For)
         length, inner = as_int(outer.extent), [as_int(loop.extent) for loop in perfect_nest(outer).loops[1:]]
@@ -427,7 +442,7 @@ class Tile:
         return _in_parts(outer, -(-length // (count * period)) * period)
 
     def starts_neutral(self) -> bool:
-        """Whether combining the initial value in once more changes nothing."""
+        """Whether the initial value is the identity of the combination."""
         init, update = self._stmts[:2]
         assert isinstance(init, Store)
         neutral = identity(_combination(update), init.buffer.dtype)
@@ -435,13 +450,13 @@ class Tile:
 
     def _epilogue(self, loops: Sequence[For], at: dict[SymVar, SymExpr], load: Load, *, masked: bool) -> Stmt:
         final = Substitute(at, fresh=True).stmt(seq(*self._stmts[2:]))
-        final = _Element(self.block.buffer, load).stmt(final)
+        final = _ReplaceElement(self.block.buffer, load).stmt(final)
         return Substitute(fresh=True).stmt(nest(loops, IfThenElse(self._guard(at), final) if masked else final))
 
     def _loops(
         self, piece: ColumnPiece, rows: int, first: SymExpr, top: SymExpr
     ) -> tuple[TileLoops, dict[SymVar, SymExpr]]:
-        """Loops over the rows, vectors and lanes of a tile, and what the block's own variables are in them."""
+        """Return loops over the rows, vectors and lanes of a tile, and the values of the block's variables in them."""
         row, part, lane = (
             SymVar(name, upper=count - 1) for name, count in (("r", rows), ("u", piece.vectors), ("l", self.lanes))
         )
@@ -460,7 +475,7 @@ class Tile:
         return less(at[self.column.var], self.column.extent)
 
     def _by_height(self, height: SymExpr, body: Callable[[int], Stmt]) -> Stmt:
-        """The body for the number of rows that this block has."""
+        """Select the body for the height of the row block."""
         highest, *lower = self.rows.heights
         stmt = body(highest)
         for rows in lower:
@@ -469,7 +484,7 @@ class Tile:
 
 
 def _combination(update: Stmt) -> str:
-    """How the innermost store of a reduction combines; a dot product adds."""
+    """Return how the innermost store of a reduction combines; a dot product adds."""
     body = perfect_nest(update).body
     store = body.stmts[0] if isinstance(body, Seq) else body
     assert isinstance(store, Store)
@@ -477,31 +492,31 @@ def _combination(update: Stmt) -> str:
 
 
 def _in_parts(loop: For, size: int) -> For:
-    """The loop as one over parts of `size` steps, round one over the steps of a part."""
+    """Split a loop into a loop over parts of `size` steps and a loop over the steps of a part."""
     part, step = SymVar(f"{loop.var.name}o", lower=0), SymVar(loop.var.name, lower=0, upper=size - 1)
     is_whole, body = as_int(loop.extent % size) == 0, Substitute({loop.var: part * size + step}).stmt(loop.body)
     extent = sym(size) if is_whole else smin(size, loop.extent - part * size)
     return For(part, ceildiv(loop.extent, size), For(step, extent, body))
 
 
-def _every(stmt: Stmt, times: int, copy: SymVar) -> Stmt:
-    """Of the innermost loop of a nest, the steps that leave `copy` when divided by `times`."""
+def _strided_steps(stmt: Stmt, times: int, copy: SymVar) -> Stmt:
+    """Restrict the innermost loop of a nest to the steps congruent to `copy` modulo `times`."""
     assert isinstance(stmt, For)
     if isinstance(stmt.body, For):
-        return replace(stmt, body=_every(stmt.body, times, copy))
+        return replace(stmt, body=_strided_steps(stmt.body, times, copy))
     outer = SymVar(f"{stmt.var.name}o")
     body = Substitute({stmt.var: outer * times + copy}).stmt(stmt.body)
     return For(outer, stmt.extent // times, body, stmt.kind)
 
 
 def _panel_of(operand: Value | PanelRows, steps: int, total: Buffer) -> Buffer:
-    """For so many steps, as wide as the sums."""
+    """Return the buffer of a panel of `steps` steps, as wide as the sums in `total`."""
     rows = steps * operand.count if isinstance(operand, PanelRows) else steps
     return Buffer("panel", (sym(rows), total.shape[1]), total.dtype, "local")
 
 
-class _Moved(ProgramRewriter):
-    """Reads a matrix from a panel that begins at `corner` of it."""
+class _RedirectToPanel(ProgramRewriter):
+    """Redirects loads of a matrix to a panel that begins at `corner` of the matrix."""
 
     def __init__(self, matrix: Buffer, panel: Buffer, corner: tuple[SymExpr, SymExpr]) -> None:
         super().__init__()
@@ -514,8 +529,8 @@ class _Moved(ProgramRewriter):
         return Load(self._panel, (row, column))
 
 
-class _Element(ProgramRewriter):
-    """e[] becomes another load."""
+class _ReplaceElement(ProgramRewriter):
+    """Replaces loads of the scalar element e[] by another load."""
 
     def __init__(self, element: Buffer, load: Load) -> None:
         super().__init__()
@@ -526,15 +541,15 @@ class _Element(ProgramRewriter):
 
 
 def by_piece(pieces: Sequence[ColumnPiece], number: SymExpr, make: Callable[[ColumnPiece, SymExpr], Stmt]) -> Stmt:
-    """The code of column tile `number` of all of them."""
-    piece, *others = pieces
-    if not others:
+    """Return the code of column tile `number`, counted over all pieces."""
+    piece, *rest = pieces
+    if not rest:
         return make(piece, number)
-    return IfThenElse(less(number, piece.count), make(piece, number), by_piece(others, number - piece.count, make))
+    return IfThenElse(less(number, piece.count), make(piece, number), by_piece(rest, number - piece.count, make))
 
 
 def grid(axes: Sequence[tuple[SymVar, SymExpr]], body: Stmt) -> Stmt:
-    """One parallel loop over all points of a grid whose points are independent, the last axis fastest."""
+    """Return one parallel loop over the independent points of a grid, the last axis fastest."""
     body = Substitute({var: 0 for var, extent in axes if as_int(extent) == 1}).stmt(body)
     axes = [(var, extent) for var, extent in axes if as_int(extent) != 1]
     if any(as_int(extent) == 0 for _, extent in axes):

@@ -1,7 +1,7 @@
 """Scheduling of reductions: which form a block's loops have, and which strategies its contraction gets.
 
-`ReductionScheduler.reduction` is the order of decisions. Each form is found once; strategy_table.py says which of its
-strategies are taken, and why others are not. The notes of a schedule name both.
+`ReductionScheduler.reduction` fixes the order of decisions. Each form is matched once; strategy_table.py determines
+which of its strategies are taken, and why others are refused. The notes of a schedule record both.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ from relaxlite.passes.schedule.primitives.trace import Step
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-ENOUGH_WORK = 2**18  # elements that a reduction inside a serial loop combines, for threads to share them out
+ENOUGH_WORK = 2**18  # minimum elements of a reduction inside a serial loop for threads to share them
 PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
-MIN_VECTORS = 3  # of a tile that is narrower than usual for the sake of the cache: 8 rows then hide latencies
+MIN_VECTORS = 3  # of a tile narrowed to fit the cache: 8 rows then hide latencies
 _AMX_DOTS = {"bfloat16": DOTS_AMX_BF16, "uint8": DOTS_AMX_INT8}
 
 
 @dataclass(frozen=True, slots=True)
 class OperandLayouts:
-    """What a schedule wants of its operands' memory, by buffer: see the attributes of the same names."""
+    """The memory layouts and prefetch distances that a schedule requires of operands: attributes of the same names."""
 
     panels: dict[Buffer, int] = field(default_factory=dict)
     row_groups: dict[Buffer, int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class OperandLayouts:
     in_order: set[Buffer] = field(default_factory=set)
 
     def attrs(self, inputs: Sequence[Buffer]) -> dict[str, AttrValue]:
-        """The attributes of a program with these inputs."""
+        """Return the attributes of a program with these inputs."""
 
         def pairs(of: dict[Buffer, int]) -> tuple[tuple[int, int], ...]:
             return tuple((k, of[b]) for k, b in enumerate(inputs) if b in of)
@@ -105,18 +105,18 @@ class OperandLayouts:
         def numbers(of: set[Buffer]) -> tuple[int, ...]:
             return tuple(k for k, b in enumerate(inputs) if b in of)
 
-        wanted: dict[str, AttrValue] = {
+        attributes: dict[str, AttrValue] = {
             PANELS: pairs(self.panels),
             ROW_GROUPS: pairs(self.row_groups),
             STACKED: numbers(self.stacked),
             PREFETCH_BYTES: pairs(self.prefetch_bytes),
             IN_ORDER: numbers(self.in_order),
         }
-        return {name: value for name, value in wanted.items() if value}
+        return {name: value for name, value in attributes.items() if value}
 
 
 def lanes_of(stmt: Stmt, target: Target) -> int:
-    """Vector lanes for the widest element that the statement computes with."""
+    """Return the vector lanes for the widest element type that the statement computes with."""
     widths = [dtypes.itemsize(v.dtype) for v in all_values(stmt)]
     widths += [dtypes.itemsize(s.buffer.dtype) for s in stores(stmt)]
     widest = max((w for w in widths if w < 8), default=8)  # 64-bit indices beside float32 data do not halve it
@@ -125,18 +125,21 @@ def lanes_of(stmt: Stmt, target: Target) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReductionScheduler:
-    """Schedules the reductions of one program. `steps` are its notes, `packs`: constants may be laid out for tiles."""
+    """Schedules the reductions of one program.
+
+    `steps`: notes of the schedule. `packs`: whether constants may be packed for tiles.
+    """
 
     program: TensorProgram
     target: Target
     given: ScheduleChoice
-    choice: ScheduleChoice  # as given, or for less code where few rows ever run it
+    choice: ScheduleChoice  # `given`, or with less code where few rows ever run it
     layouts: OperandLayouts
     steps: list[Step]
     packs: bool = True
 
     def reduction(self, block: Block, *, packs: bool = True) -> Stmt:
-        """The block in the tiles of its strategies: the first form that its loops have decides which these are."""
+        """Lower a block by the strategies of the first form that its loops match."""
         rules = self if packs else replace(self, packs=False)
         fused = block.fused()
         code = (
@@ -151,6 +154,7 @@ class ReductionScheduler:
     # Notes
 
     def note(self, name: str, *args: str | int, **options: AttrValue) -> None:
+        """Record a step of the schedule."""
         self.steps.append(Step(name, args, tuple(options.items())))
 
     def _take(self, strategy: Strategy, rows: int | None = None) -> None:
@@ -160,7 +164,7 @@ class ReductionScheduler:
         self.note("refuse", name, reason=reason)
 
     def _candidates(self, contraction: Contraction) -> tuple[Candidate, ...]:
-        """Those of the table; what is refused is noted."""
+        """Return the candidates of the table for a contraction, and note the refused ones."""
         some = candidates(TABLE, contraction, self.target, self.given.strategy)
         for candidate in some:
             if candidate.refusal is not None:
@@ -177,7 +181,7 @@ class ReductionScheduler:
     # Windows
 
     def _windows(self, block: Block) -> Stmt | None:
-        """Depthwise convolution and pooling."""
+        """Lower a depthwise convolution or pooling; None: the block is neither."""
         lanes = self._lanes(block.body)
         window = None if block.is_pair else window_of(block, lanes)
         if window is not None:
@@ -203,7 +207,7 @@ class ReductionScheduler:
         return tiled_blocks(product, lanes, self._block_plan(product, lanes))
 
     def grouped(self, groups: Groups) -> Stmt | None:
-        """Products of groups of rows with blocked weights; None: these are others."""
+        """Lower a grouped product with blocked weights; None: it is another product."""
         block, lanes = reduction_block(groups.nest), self._lanes(groups.nest)
         product = block_product(block, lanes, self.target) if block is not None and lanes > 1 else None
         if product is None or product.row is None:
@@ -215,8 +219,10 @@ class ReductionScheduler:
         return tiled_groups(groups, product, lanes, self._block_plan(product, lanes))
 
     def _block_plan(self, product: BlockProduct, lanes: int) -> BlockPlan:
-        """The strategies of a product with blocked weights, which lie in panels, if they may, in order where nothing
-        prefetches them."""
+        """Choose the strategies of a product with blocked weights, and the packing of the weights.
+
+        Weights lie in panels where `packs`, read in order where nothing prefetches them.
+        """
         prefetch = self.target.cpu_facts.block_prefetch_plan
         if self.packs:
             self.layouts.panels.update(dict.fromkeys(product.panels, product.panel * lanes))
@@ -224,8 +230,8 @@ class ReductionScheduler:
         else:
             prefetch = replace(prefetch, gemv_bytes=0, gemm_bytes=0)
         contraction = self._blocked_contraction(product)
-        some = self._candidates(contraction)
-        allowed = [candidate.strategy for candidate in some if candidate.refusal is None]
+        options = self._candidates(contraction)
+        allowed = [candidate.strategy for candidate in options if candidate.refusal is None]
         tile = next((strategy for strategy in allowed if strategy.tile is not None), BLOCKED_DP4A)
         assert tile.tile is not None
 
@@ -274,7 +280,8 @@ class ReductionScheduler:
         return self._or_amx(flat, flat.spatial[-1], lanes, tile.width, code)
 
     def _dots_of_filters(self, block: Block, lanes: int, registers: int) -> tuple[FilterTile, Dots] | None:
-        """A tile whose channels are summed by dot products. Their loop stays apart from those over the kernel."""
+        """Match a tile that sums channels by dot products; the loop over channels is not fused with those over the
+        kernel."""
         tile = filter_tile(block.fused(reduced=False), lanes, registers, self.choice)
         dots = None if tile is None else dot_products(tile.block, tile.column, self._has_dots)
         if tile is None or dots is None:
@@ -284,7 +291,8 @@ class ReductionScheduler:
     # Winograd's inner product
 
     def _winograd(self, block: Block) -> Stmt | None:
-        """A sum of several products per step, which the passes of winograd_products.py and int16_products.py make."""
+        """Lower a sum of several products per step, as winograd_products.py and int16_products.py build; None: no
+        match."""
         lanes = self._lanes(block.body)
         column = block.vector_loop() if lanes > 1 else None
         body = chained_terms(block, self.target) if self.program.attrs.get(MIN_PREPARED_ROWS) else None
@@ -299,7 +307,7 @@ class ReductionScheduler:
         return code
 
     def widened(self, stmt: Allocate) -> Stmt | None:
-        """Inner products behind stages that make their weights; None: these are other stages."""
+        """Lower Winograd's inner product after stages that dequantize its weights; None: no match."""
         product, tile = find_widened(stmt, self.target), InnerTile.of(self.target)
         if product is None:
             return None
@@ -322,8 +330,10 @@ class ReductionScheduler:
     # Matrix products
 
     def _matmul(self, block: Block) -> Stmt | None:
-        """Register tiles whose vectors lie along the columns: of dot products, of weights that become float32 as they
-        are loaded, or plain ones."""
+        """Lower a block to register tiles whose vectors lie along the columns; None: no loop fits vectors.
+
+        The tiles are of dot products, of weights with a prologue, or of FMAs.
+        """
         lanes, registers = self._lanes(block.body), self.target.num_vector_registers
         column = block.vector_loop() if lanes > 1 else None
         if column is None:
@@ -357,7 +367,7 @@ class ReductionScheduler:
     def _tile_choice(
         self, block: Block, column: For, lanes: int, strategy: Strategy
     ) -> tuple[ScheduleChoice, PanelPrefetch | None]:
-        """The sizes of register tiles, and how they prefetch panels of weights."""
+        """Return the sizes of register tiles, and how they prefetch panels of weights."""
         choice, prefetch = self.given if strategy is DEQUANTIZED_FMA else self.choice, None
         has_few_rows = bool(self.program.attrs.get(MIN_PREPARED_ROWS))  # too few to prefetch for
         if self.packs and strategy is FMA and not has_few_rows:
@@ -369,15 +379,19 @@ class ReductionScheduler:
         return choice, prefetch
 
     def _is_counted_by_data(self, block: Block, column: For) -> bool:
-        """Whether not sizes but what runs around the block says how many rows it has, as data do in attention over
-        pages: a row comes now alone, now beside others. Each element is then one sum, in the order of its terms, so
-        that results are the same to the last bit."""
+        """Whether data, not symbols of the program, determine the number of rows, as in attention over pages.
+
+        A row is then computed alone or beside others. Each element must be one sum, in the order of its terms, so that
+        results are bit-identical.
+        """
         row = block.row_loop(column)
         return row is not None and not set(row.extent.free_vars()) <= set(self.program.symbols)
 
     def _panel_prefetch(self, block: Block, column: For, lanes: int) -> tuple[ScheduleChoice, PanelPrefetch | None]:
-        """Tiles as wide as usual, or narrower where that lets two panels lie in the second cache; where neither does,
-        none prefetches the next one."""
+        """Choose tiles of the usual width, or narrower where two panels then fit into L2, and their prefetches.
+
+        Where no width fits, tiles do not prefetch the next panel.
+        """
         registers = self.target.num_vector_registers
         if block.is_pair or not panel_widths(block, column, lanes, registers, self.choice):
             return self.choice, None
@@ -389,8 +403,10 @@ class ReductionScheduler:
         return choice, prefetch if prefetch.ahead or prefetch.for_next else None
 
     def _prefetch_operand(self, operand: Value) -> None:
-        """Prefetch integers that are widened. Half-precision numbers come as fast as plain reads by themselves, as
-        there is less to do between their loads."""
+        """Prefetch integer weights of a prologue, at the target's distance.
+
+        Half-precision weights load at full speed without prefetch, as there is less work between their loads.
+        """
         read = dict.fromkeys(v.buffer for v in walk_values(operand) if isinstance(v, Load))
         panels = self.layouts.panels
         if any(b.dtype in dtypes.INTEGERS and b in panels for b in read):
@@ -400,7 +416,7 @@ class ReductionScheduler:
     # Dot products
 
     def _has_dots(self, name: str) -> bool:
-        """Whether the strategy of such a dot product is taken on the target."""
+        """Whether the strategy of the dot product `name` is taken on the target."""
         strategy, preferred = DOTS[name], self.given.strategy
         return preferred != FMA.name and all(requirement.holds(self.target) for requirement in strategy.requires)
 
@@ -410,7 +426,7 @@ class ReductionScheduler:
             self.note("dot_products", operand.name, length=dots.group)
 
     def _or_amx(self, block: Block, column: For, lanes: int, width: int, code: Stmt) -> Stmt:
-        """AMX tiles from 16 rows on, beside the code of a block's dot products."""
+        """Return code that selects AMX tiles from 16 rows on, and `code`, the dot products of the block, below."""
         x = Contraction.of_block(block, "matmul", block.row_loop(column), column).x
         strategy = _AMX_DOTS.get(x.kind)
         if strategy is None or self.given.strategy in {dot.name for dot in DOTS.values()}:
@@ -430,7 +446,7 @@ class ReductionScheduler:
     # Sums along the depth
 
     def _along_the_depth(self, block: Block) -> Stmt:
-        """Partial sums in vector lanes along a contiguous reduced loop; register tiles over transposed panels."""
+        """Lower a sum whose operands are contiguous along the depth: partial sums in lanes, or transposed panels."""
         lanes, registers = self._lanes(block.body), self.target.num_vector_registers
         body = self._lanes_of_reduced(block, lanes) if lanes > 1 else block.body
         code = collapse_parallel(block.spatial, body)
@@ -442,7 +458,7 @@ class ReductionScheduler:
         return tiled_transposed(block, operand, lanes, registers, code, self.choice)
 
     def _lanes_of_reduced(self, block: Block, lanes: int) -> Allocate:
-        """Partial results in vector lanes, if the innermost reduced loop is contiguous."""
+        """Split the innermost reduced loop into partial results in vector lanes, if it is contiguous."""
 
         def rewrite(stmt: Stmt) -> Stmt:
             if not isinstance(stmt, For):
@@ -458,9 +474,12 @@ class ReductionScheduler:
         return replace(block.body, body=seq(*(rewrite(s) for s in block.stmts)))
 
     def step_reduction(self, block: Block, *, unknown: int) -> Stmt:
-        """A reduction that is part of a stage, and may run many times in a row: starting threads has to be worth its
-        while each time, where loops of unknown extent count as `unknown`. Its operands are not packed, as other
-        reductions of the stage may read other parts of them."""
+        """Lower a reduction inside a stage that may run many times: it is parallel only where each run pays for
+        threads.
+
+        Loops of unknown extent count as `unknown` steps. Operands are not packed, as other reductions of the stage may
+        read other parts of them.
+        """
         tiles = self.reduction(block, packs=False)
         sizes = [as_int(s.extent) for s in walk_stmts(nest(block.spatial, block.body)) if isinstance(s, For)]
         work = math.prod(unknown if size is None else size for size in sizes)

@@ -1,5 +1,7 @@
-"""The ways other than register tiles in which products with constant weights may be computed, as fusion asks for them:
-what goes one way is not to become one kernel with what does not, or neither goes it."""
+"""Weight strategies for fusion: which products with constant weights have a strategy other than register tiles.
+
+A product with such a strategy must not be fused into one kernel with a product without it: neither would get it.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,29 @@ from relaxlite.passes.products.constant_weights import WeightStrategy, is_fit, w
 
 
 class ProductStrategies:
-    """Those of a module, the one that is asked first in front."""
+    """The weight strategies of a module, in order of preference."""
 
     def __init__(self, module: IRModule, context: PassContext) -> None:
-        result = [find(module, context) for find in (word_products.strategy_of, inner_products.strategy_of)]
-        self._all = [way for way in result if way is not None]
+        strategies = [find(module, context) for find in (word_products.strategy_of, inner_products.strategy_of)]
+        self._all = [strategy for strategy in strategies if strategy is not None]
 
     def of(self, function: str) -> Sequence[WeightStrategy]:
-        """Those that products of a function may go."""
-        return [way for way in self._all if way.is_for(function)]
+        """Return the strategies that apply to products of the function `function`."""
+        return [strategy for strategy in self._all if strategy.is_for(function)]
 
 
-def strategy_for(sites: Sequence[CallSite], ways: Sequence[WeightStrategy]) -> WeightStrategy | None:
-    """The first way that all these calls may go, as far as that shows without a look at their weights."""
-    return next((w for w in ways if all(would_take(w, site.program, site.call.args) for site in sites)), None)
+def strategy_for(sites: Sequence[CallSite], strategies: Sequence[WeightStrategy]) -> WeightStrategy | None:
+    """Return the first strategy that all calls may take, judged without reading their weights; None: there is none."""
+    return next(
+        (
+            strategy
+            for strategy in strategies
+            if all(would_take(strategy, site.program, site.call.args) for site in sites)
+        ),
+        None,
+    )
 
 
-def strategies_fit_for(site: CallSite, ways: Sequence[WeightStrategy]) -> tuple[str, ...]:
-    """Names of the ways that the products of a call may go, if there are enough of them."""
-    return tuple(way.name for way in ways if is_fit(way, site.program, site.call.args))
+def strategies_fit_for(site: CallSite, strategies: Sequence[WeightStrategy]) -> tuple[str, ...]:
+    """Return the names of the strategies that the products of a call may take, if these are many enough to pay."""
+    return tuple(strategy.name for strategy in strategies if is_fit(strategy, site.program, site.call.args))

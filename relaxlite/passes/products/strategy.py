@@ -1,9 +1,9 @@
-"""Strategies: the ways to compute a contraction, each with what it requires, and who is asked which one is taken.
+"""Strategies: ways to compute a contraction, their requirements, and the selection among them.
 
     candidates(table, contraction, target)    strategies for its form and encodings, with reasons against some of them
-    chosen(candidates)                        those that are taken, for ranges of rows: the one for most rows first
+    chosen(candidates)                        the strategies taken for ranges of rows, the range of most rows first
 
-The rows themselves are the table in strategy_table.py. A strategy is taken from `min_rows` rows on; below that the next
+The strategies are listed in strategy_table.py. A strategy is taken from `min_rows` rows on; below that the next
 candidate is. So the last candidate of every form takes one row.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A property of the target without which a strategy is impossible or not worth while; `text` follows "needs"."""
+    """A property of the target that a strategy needs to be possible or to pay; `text` follows "needs" in messages."""
 
     text: str
     holds: Callable[[Target], bool]
@@ -30,12 +30,12 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One row of the table.
+    """A way to compute a contraction, with its requirements: one row of the strategy table.
 
     `summary`: the inner loop. `forms`, `operands`: the loops and the kinds of encodings (x, w) that it takes; no
     operands: any. `min_rows`: from how many rows on it pays. `rounds`: what it rounds beyond its operands' types.
-    `evidence`: the benchmark that shows its speed. `tile` makes the tiles of blocked weights for some rows, `many_rows`
-    for many; it returns a reason where the loops do not fit it.
+    `evidence`: the benchmark that shows its speed. `tile`: the class of tiles of blocked weights for a few rows.
+    `many_rows` plans tiles for many rows, or returns a reason where the loops do not fit.
     """
 
     name: str
@@ -50,18 +50,18 @@ class Strategy:
     many_rows: Callable[[ManyRows, int, Target], Any] | None = None
 
     def takes(self, contraction: Contraction) -> bool:
-        """Whether it is for such loops and encodings at all."""
+        """Whether the strategy applies to the form and the encodings of the contraction."""
         kinds = contraction.x.kind, contraction.w.kind
         return contraction.form in self.forms and (not self.operands or kinds in self.operands)
 
     def refusal(self, contraction: Contraction, target: Target) -> str | None:
-        """Why it is not taken on the target; None: it may be."""
+        """Return the reason why the strategy is not taken for the contraction on the target; None: it may be taken."""
         for requirement in self.requires:
             if not requirement.holds(target):
                 return f"needs {requirement.text}, which {target.cpu} has not"
-        most = contraction.max_rows
-        if most is not None and most < self.min_rows:
-            return f"pays from {self.min_rows} rows on, and there are at most {most}"
+        max_rows = contraction.max_rows
+        if max_rows is not None and max_rows < self.min_rows:
+            return f"pays from {self.min_rows} rows on, and there are at most {max_rows}"
         return None
 
 
@@ -76,20 +76,22 @@ class Candidate:
 def candidates(
     table: Iterable[Strategy], contraction: Contraction, target: Target, preferred: str | None = None
 ) -> tuple[Candidate, ...]:
-    """The strategies of a table that take the contraction, in the table's order. `preferred`: the name of one to take
-    for many rows, as `relaxlite tune` has measured, where it is not refused."""
-    result = [s for s in table if s.takes(contraction)]
-    reasons = {s.name: s.refusal(contraction, target) for s in result}
+    """Return the strategies of a table that apply to the contraction, in the table's order.
+
+    `preferred`: the name of the strategy that `relaxlite tune` chose for many rows; no effect where it is refused.
+    """
+    applicable = [s for s in table if s.takes(contraction)]
+    reasons = {s.name: s.refusal(contraction, target) for s in applicable}
     if preferred in reasons and reasons[preferred] is None:
-        limit = next(s.min_rows for s in result if s.name == preferred)
-        for other in result:
+        limit = next(s.min_rows for s in applicable if s.name == preferred)
+        for other in applicable:
             if other.name != preferred and other.min_rows >= limit and reasons[other.name] is None:
                 reasons[other.name] = f"tuning has chosen {preferred}"
-    return tuple(Candidate(s, reasons[s.name]) for s in result)
+    return tuple(Candidate(s, reasons[s.name]) for s in applicable)
 
 
 def chosen(some: Iterable[Candidate]) -> tuple[Strategy, ...]:
-    """Those taken, by falling rows: each takes the rows below the one before it."""
+    """Return the strategies taken, by falling `min_rows`: each takes the rows below those of the one before it."""
     taken: list[Strategy] = []
     for candidate in some:
         if candidate.refusal is None and (not taken or candidate.strategy.min_rows < taken[-1].min_rows):

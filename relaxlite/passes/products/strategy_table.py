@@ -49,8 +49,8 @@ BLOCKED_INT16_WINOGRAD = Strategy(
     (DP4A, FREE_ADDITIONS, TWO_LOADS), min_rows=INT16_ROWS, evidence="bench.llm prompt", many_rows=by_int16_pairs,
 )  # fmt: skip
 BLOCKED_INTERLEAVED = Strategy(
-    "blocked_interleaved", "dp4a groups of several rows in turn", _MATMUL, _BLOCKED, (ROW_INTERLEAVING,), min_rows=2,
-    evidence="bench.llm prompt", tile=InterleavedRows,
+    "blocked_interleaved", "dp4a groups of several rows in turn", _MATMUL, _BLOCKED, (DP4A, ROW_INTERLEAVING),
+    min_rows=2, evidence="bench.llm prompt", tile=InterleavedRows,
 )  # fmt: skip
 BLOCKED_DP4A = Strategy(
     "blocked_dp4a", "dp4a groups, row by row", _MATMUL, _BLOCKED, min_rows=2, evidence="bench.llm prompt", tile=ManyRows

@@ -1,6 +1,6 @@
-"""What windows that move over an image have in common: conditions that say which taps lie inside of it.
+"""Conditions of windows over an image, shared by both layouts: which taps lie inside the image.
 
-Both layouts are scheduled without conditions in the middle of an image, and with masked loads at its borders
+Tiles in the middle of an image are scheduled without conditions, tiles at its borders with masked loads
 (windows_nhwc.py: channels last; windows_nchw.py: channels first).
 """
 
@@ -26,17 +26,24 @@ def slope(expr: SymExpr, var: SymVar) -> int | None:
 
 
 def conditions_of(update: Store) -> tuple[list[SymExpr], Select | None] | None:
-    """(expressions that are all >= 0 where the update's one Select takes its value, that Select), if the update has no
-    effect elsewhere. None: it has another form."""
+    """Return (terms, select): the update's one Select takes its value where all terms are >= 0; no effect elsewhere.
+
+    select is None where the update has no Select. None: the update has another form.
+    """
     value = update.value
     factor = isinstance(value, Binary) and value.op == "mul" and update.combine == "add"
     candidates = (value.a, value.b) if factor else (value,)  # type: ignore[union-attr]
     selects = [v for v in candidates if isinstance(v, Select)]
     if not selects:
         return ([], None) if not _has_select(value) else None
-    (select, *more) = selects
+    (select, *other_selects) = selects
     neutral = identity(update.combine or "add", update.buffer.dtype)
-    if more or not isinstance(select.other, Literal) or select.other.value != neutral.value or _has_select(select.then):
+    if (
+        other_selects
+        or not isinstance(select.other, Literal)
+        or select.other.value != neutral.value
+        or _has_select(select.then)
+    ):
         return None
     terms = _terms(select.cond)
     return None if terms is None else (terms, select)
@@ -59,7 +66,7 @@ class _FindSelect(ProgramRewriter):
 
 
 def _terms(cond: Value) -> list[SymExpr] | None:
-    """Expressions that are all >= 0 if and only if the condition holds."""
+    """Return expressions that are all >= 0 if and only if the condition holds; None: it has another form."""
     if isinstance(cond, Binary) and cond.op == "and":
         left, right = _terms(cond.a), _terms(cond.b)
         return None if left is None or right is None else left + right
@@ -78,7 +85,7 @@ def _as_index(value: Value) -> SymExpr | None:
 
 
 class Without(ProgramRewriter):
-    """A Select becomes another value: what it takes under its condition, by default."""
+    """Replaces a Select by another value, by default the value under its condition."""
 
     def __init__(self, select: Select, by: Value | None = None) -> None:
         super().__init__()
@@ -89,7 +96,7 @@ class Without(ProgramRewriter):
 
 
 def all_inside(terms: Sequence[SymExpr]) -> Value:
-    """Whether all expressions are >= 0."""
+    """Return the condition that all expressions are >= 0."""
     cond: Value | None = None
     for term in terms:
         test = less(-1, term)
@@ -98,7 +105,7 @@ def all_inside(terms: Sequence[SymExpr]) -> Value:
 
 
 class Masked(ProgramRewriter):
-    """Makes the loads conditional that move along a loop."""
+    """Masks the loads that depend on a loop variable by a condition."""
 
     def __init__(self, var: SymVar, cond: Value) -> None:
         super().__init__()

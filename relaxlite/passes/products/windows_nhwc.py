@@ -6,8 +6,8 @@
         out[n, h, w, c] = g(e)
 
 Vectors run along the channels. A tile is a few neighbours along w, so that a vector of x that several windows cover is
-loaded once (the taps along w are unrolled). Conditions that say what lies inside x are taken out of the tile: those of
-the rows of x skip a row of taps; those along w are tested once per tile, and only tiles at a border mask their loads.
+loaded once (the taps along w are unrolled). Conditions that taps lie inside x are hoisted out of the tile: those on
+rows of x skip a row of taps; those along w are tested once per tile, and only tiles at a border mask their loads.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ from relaxlite.passes.products.windows import Masked, Without, all_inside, condi
 from relaxlite.records import dataclass
 
 WINDOWS = 4  # neighbours along w in one tile
-BLOCK_VECTORS = 4  # vectors of channels that one thread takes together
+BLOCK_VECTORS = 4  # vectors of channels in a parallel iteration
 MAX_UNROLLED = 12  # taps along w
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A block of windows: a row of taps counts where all of `rows` are >= 0, a tap where all of `inside` are; what is
-    combined then is `value`."""
+    """A block of windows with channels last.
+
+    A row of taps counts where all of `rows` are >= 0, a tap where all of `inside` are; it combines `value`.
+    """
 
     block: Block
     rows: tuple[SymExpr, ...]
     inside: tuple[SymExpr, ...]
     value: Value
-    outside: Select | None  # what `value` has in place of, where conditions are to be masks
+    outside: Select | None  # the Select that `value` replaces; masked tiles keep it
     lanes: int
 
     @property
@@ -58,7 +60,7 @@ class Window:
 
 
 def window_of(block: Block, lanes: int) -> Window | None:
-    """The block as windows with channels last; None: it is something else."""
+    """Match a block as windows with channels last; None: no match."""
     if lanes == 1 or len(block.spatial) < 2:
         return None
     *_, along, channel = block.spatial
@@ -66,8 +68,8 @@ def window_of(block: Block, lanes: int) -> Window | None:
     sizes = [as_int(loop.extent) or MAX_TAPS + 1 for loop in taps]
     if not 1 < math.prod(sizes) <= MAX_TAPS or sizes[-1] > MAX_UNROLLED:
         return None
-    everything: list[Load | Store] = [*loads(block.update), *stores(block.body)]
-    if any(stride(a, channel.var) not in (0, 1) for a in everything if a.buffer is not block.body.buffer):
+    accesses: list[Load | Store] = [*loads(block.update), *stores(block.body)]
+    if any(stride(a, channel.var) not in (0, 1) for a in accesses if a.buffer is not block.body.buffer):
         return None
     images = [load for load in loads(block.update) if along.var in symbols_in(load.indices)]
     if len(images) != 1 or stride(images[0], channel.var) != 1 or images[0].indices[-1] is not channel.var:
@@ -80,7 +82,7 @@ def window_of(block: Block, lanes: int) -> Window | None:
     rows = tuple(d for d in conditions if not inner & set(d.free_vars()))
     inside = [d for d in conditions if inner & set(d.free_vars())]
     for index, size in zip(images[0].indices, images[0].buffer.shape, strict=True):
-        if along.var in index.free_vars():  # windows beyond the last one read nothing, on whichever side that is
+        if along.var in index.free_vars():  # windows beyond the last one read nothing, on either side
             inside.append(index if (slope(index, along.var) or 0) < 0 else size - 1 - index)
     if any(slope(d, var) is None for d in inside for var in inner) or any(channel.var in d.free_vars() for d in inside):
         return None
@@ -89,7 +91,7 @@ def window_of(block: Block, lanes: int) -> Window | None:
 
 
 def tiled_windows(window: Window) -> Stmt:
-    """The block in tiles along w, in parallel over images, rows and blocks of channels."""
+    """Lower windows to tiles along w, in parallel over images, rows and blocks of channels."""
     lanes, extent = window.lanes, window.channel.extent
     vectors, block = ceildiv(extent, lanes), SymVar(f"{window.channel.var.name}b", lower=0)
     vector, tile = SymVar(f"{window.channel.var.name}v", lower=0), SymVar(f"{window.along.var.name}o", lower=0)
@@ -113,8 +115,10 @@ def tiled_windows(window: Window) -> Stmt:
 
 
 def _corners(window: Window, start: SymExpr) -> list[SymExpr]:
-    """Expressions that are all >= 0 where every tap of the tile lies inside and every window of it exists. They are
-    linear, so the worst corner decides."""
+    """Return expressions that are all >= 0 where all windows of a tile exist and all of their taps lie inside.
+
+    The conditions are linear, so each is evaluated at the corner of the tile where it is least.
+    """
     tap = window.taps[-1]
     last = (as_int(tap.extent) or 1) - 1
     result = [window.along.extent - start - WINDOWS]
@@ -144,7 +148,7 @@ def _tile(window: Window, channel: SymExpr, start: SymExpr, *, border: bool, mas
 
 
 def _bordered(window: Window, lane: SymVar) -> Value:
-    """The update's value where a tap may lie outside: its loads become masked vectors, of no lanes there."""
+    """Return the update's value with loads masked: no lanes where a tap lies outside."""
     limit = sym(1)
     for d in window.inside:
         limit = smin(limit, d + 1)
@@ -161,6 +165,6 @@ def _with_rows(window: Window, tile: Allocate) -> Stmt:
     loops = perfect_nest(update).loops[: len(window.taps)]
     body: Stmt = replace(loops[-1], kind="unrolled")
     if window.rows:
-        now: dict[SymVar, IntLike] = {old.var: new.var for old, new in zip(window.taps, loops, strict=True)}
-        body = IfThenElse(all_inside([substitute(d, now) for d in window.rows]), body)
+        tap_vars: dict[SymVar, IntLike] = {old.var: new.var for old, new in zip(window.taps, loops, strict=True)}
+        body = IfThenElse(all_inside([substitute(d, tap_vars) for d in window.rows]), body)
     return replace(tile, body=seq(init, nest(loops[:-1], body), *final))

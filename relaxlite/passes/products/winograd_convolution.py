@@ -6,9 +6,9 @@ Four neighbouring outputs come from a 4x4 patch of x by 16 products per channel 
     M = V * U    summed over channels, U = G g Gt       (16 matrix products; U is computed at compile time)
     Y = At M A   and the epilogue                       (2x2 outputs)
 
-(Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", 2015.) All three steps run block by block of
-patches, so that V and M stay in the cache. The error stays near that of the direct sum, which the larger F(4x4, 3x3)
-would not keep.
+(Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", 2015.) All three steps run for one block of
+patches after another, so that V and M stay in the cache. The error stays near that of the direct sum, unlike that of
+the larger F(4x4, 3x3).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from relaxlite.passes.products.reduction import Block, reduction_block
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
-ENOUGH_CHANNELS = 16  # of x and of the result; with fewer, the transforms cost what the products save
-PATCHES = 12  # most in a block: two tiles of six rows
+ENOUGH_CHANNELS = 16  # minimum of x and of the result; with fewer, the transforms cost what the products save
+PATCHES = 12  # maximum in a block: two tiles of six rows
 POINTS = 16
 ROW_HEIGHTS = (6, 3, 2, 1)  # of register tiles
 
@@ -62,20 +62,22 @@ FILTER = ((1, 0, 0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0, 0, 1))
 
 
 def winograd(module: IRModule, context: PassContext) -> IRModule:
-    """Compute 3x3 convolutions by fewer products."""
+    """Compute 3x3 convolutions of stride 1 by Winograd's F(2x2, 3x3)."""
     programs = module.programs().items()
-    mades = {name: result for name, p in programs if (result := _find(p, context.target)) is not None}
+    convolutions = {name: convolution for name, p in programs if (convolution := _find(p, context.target)) is not None}
     for call in program_calls(module):
-        if call.callee.name in mades and not isinstance(call.args[mades[call.callee.name].operand], Constant):
-            del mades[call.callee.name]
-    definitions: dict[str, Definition] = {name: conv.program() for name, conv in mades.items()}
+        if call.callee.name in convolutions and not isinstance(
+            call.args[convolutions[call.callee.name].operand], Constant
+        ):
+            del convolutions[call.callee.name]
+    definitions: dict[str, Definition] = {name: conv.program() for name, conv in convolutions.items()}
     for name, function in module.functions().items():
-        definitions[name] = _Transform(mades).function(function)
+        definitions[name] = _Transform(convolutions).function(function)
     return module.updated(definitions)
 
 
 def _find(program: TensorProgram, target: Target) -> _Conv | None:
-    """The program's one nest as a 3x3 convolution of stride 1; None: it is something else."""
+    """Match a program of one loop nest as a 3x3 convolution of stride 1; None: no match."""
     stages, lanes = top_stages(program), target.vector_lanes(4)
     nests = [s for s in stages if not isinstance(s, Check)]
     if len(nests) != 1 or lanes < 4 or program.attrs.get(SCHEDULED) or clamped_indices(nests[0]):
@@ -103,6 +105,8 @@ def _find(program: TensorProgram, target: Target) -> _Conv | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Conv:
+    """A 3x3 convolution of stride 1 that is the program `whole`, and its rewriting."""
+
     whole: TensorProgram
     stages: tuple[Stmt, ...]
     stage: Stmt
@@ -114,12 +118,12 @@ class _Conv:
 
     @property
     def operand(self) -> int:
-        """Which input the filters are."""
+        """Position of the filters among the inputs."""
         return self.whole.inputs.index(self.w.buffer)
 
     @property
     def channels(self) -> tuple[int, int]:
-        """Of x and of the result."""
+        """Channels of x and of the result."""
         return int(self.w.buffer.shape[2]), int(self.w.buffer.shape[3])
 
     @property
@@ -131,7 +135,7 @@ class _Conv:
         return self.vectors * self.lanes
 
     def filters(self, w: Constant) -> Constant:
-        """U for filters (3, 3, c, oc), as panels (oc / width, 16, c, width), with zeros beyond oc."""
+        """Transform filters (3, 3, c, oc) to U, as panels (oc / width, 16, c, width), padded with zeros."""
         g = np.asarray(FILTER)
         inner, outer = self.channels
         u = np.einsum("pi,qj,ijco->pqco", g, g, w.value.astype(np.float64)).reshape(POINTS, inner, outer)
@@ -152,7 +156,7 @@ class _Conv:
         return replace(self.whole, params=params, body=body, attrs=attrs)
 
     def _blocks(self, u: Buffer) -> Stmt:
-        """All patches of all images, in blocks of equal size, an even number of them."""
+        """Return the loop over all patches of all images, in an even number of blocks of equal size."""
         images, high, wide = (loop.extent for loop in self.block.spatial[:3])
         patches = images * ceildiv(high, 2) * ceildiv(wide, 2)
         count, block = ceildiv(patches, 2 * PATCHES) * 2, SymVar("block", lower=0)
@@ -166,12 +170,12 @@ class _Conv:
         return For(block, count, Substitute(at).stmt(Allocate(v, Allocate(m, body))), "parallel")
 
     def _place(self, patch: SymExpr) -> tuple[SymExpr, SymExpr, SymExpr]:
-        """(image, row, column) of a patch's first output."""
+        """Return (image, row, column) of a patch's first output."""
         high, wide = (ceildiv(loop.extent, 2) for loop in self.block.spatial[1:3])
         return patch // (high * wide), patch // wide % high * 2, patch % wide * 2
 
     def _gather(self, v: Buffer, start: SymExpr, size: SymExpr) -> Stmt:
-        """V of a block: each of its 16 numbers adds up to four elements of the patch."""
+        """Return the input transform of a block: V, of 16 numbers for each patch and channel."""
         inner, _ = self.channels
         patch, part, lane = SymVar("t", lower=0), SymVar("co", lower=0), SymVar("l", upper=self.lanes - 1)
         image, row, column = self._place(start + patch)
@@ -179,7 +183,7 @@ class _Conv:
         _, height, width, _ = self.x.buffer.shape
 
         def element(a: int, b: int) -> Value:
-            """Beyond the last row or column, which only outputs that do not exist would need, the last one again."""
+            """Load an element of the patch; beyond the last row or column, which no output needs, the last one."""
             at = (
                 smin(row + a, height - 1) if a == 3 else row + a,
                 smin(column + b, width - 1) if b == 3 else column + b,
@@ -199,7 +203,7 @@ class _Conv:
         return For(patch, size, body)
 
     def _multiply(self, v: Buffer, u: Buffer, m: Buffer, start: SymExpr, size: SymExpr) -> Stmt:
-        """Panel by panel of channels: the 16 products, then the outputs."""
+        """Return the 16 matrix products and the outputs, for one panel of channels after another."""
         full, rest = divmod(self.channels[1], self.width)
         panel = SymVar("panel", lower=0, upper=max(full - 1, 0))
         stages: list[Stmt] = []
@@ -223,15 +227,15 @@ class _Conv:
         rows, columns = For(patch, size, Seq(())), For(column, sym(self.width), Seq(()))
         block = Block((rows, columns), Allocate(total, seq(*stmts)))
         tile = FilterTile(block, rows, columns, u, self.lanes, vectors, ROW_HEIGHTS[0])
-        piece, first, left, parts = Piece(sym(0), vectors, self.lanes), sym(0), size, []
+        piece, first, remaining, parts = Piece(sym(0), vectors, self.lanes), sym(0), size, []
         for height in ROW_HEIGHTS:
-            again = SymVar("to", lower=0)
-            parts.append(For(again, left // height, tile_of(tile, piece, first + again * height, height)))
-            first, left = first + left // height * height, left % height
+            row_block = SymVar("to", lower=0)
+            parts.append(For(row_block, remaining // height, tile_of(tile, piece, first + row_block * height, height)))
+            first, remaining = first + remaining // height * height, remaining % height
         return seq(For(point, sym(POINTS), seq(*parts)), self._outputs(m, start, size, panel, vectors))
 
     def _outputs(self, m: Buffer, start: SymExpr, size: SymExpr, panel: SymExpr, vectors: int) -> Stmt:
-        """Y of a block's patches and the epilogue, each output where it exists."""
+        """Return the output transform Y of a block's patches and the epilogue, for outputs that exist."""
         patch, part, lane = (
             SymVar("t", lower=0),
             SymVar("u", lower=0, upper=vectors - 1),
@@ -262,7 +266,7 @@ class _Conv:
 
 
 def _combination(rows: tuple[int, ...], columns: tuple[int, ...], values: Mapping[tuple[int, int], Value]) -> Value:
-    """The sum of rows[i] * columns[j] * values[i, j], whose factors are 1, 0 and -1."""
+    """Return the sum of rows[i] * columns[j] * values[i, j], whose factors are 1, 0 and -1."""
     terms = [(r * c, values[i, j]) for i, r in enumerate(rows) for j, c in enumerate(columns) if r * c]
     terms.sort(key=lambda term: -term[0])
     (sign, total), *rest = terms
@@ -284,16 +288,16 @@ class _Put(ProgramRewriter):
 
 
 class _Transform(Rewriter):
-    """Passes U in place of the filters."""
+    """Passes the transformed filters U to calls of the new programs."""
 
-    def __init__(self, found: Mapping[str, _Conv]) -> None:
+    def __init__(self, convolutions: Mapping[str, _Conv]) -> None:
         super().__init__()
-        self._found = found
+        self._convolutions = convolutions
 
     def rewrite(self, var: Var, value: Expr) -> Expr | None:
         if not isinstance(value, Call) or not isinstance(value.callee, GlobalVar):
             return None
-        conv = self._found.get(value.callee.name)
+        conv = self._convolutions.get(value.callee.name)
         if conv is None:
             return None
         filters = value.args[conv.operand]

@@ -1,4 +1,5 @@
-"""The loops of inner products (winograd_products.py): a pass over x, then tiles; beside them the ordinary product."""
+"""Loops of Winograd's inner product (winograd_products.py): a pass over x, then tiles; the ordinary product as
+fallback."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ from relaxlite.passes.products.winograd_weights import TERMS, whole_steps
 from relaxlite.records import dataclass
 
 MIN_ROWS = 10
-MIN_WORK = 2**21  # multiplications, below which the pass over x takes the time that is gained
-LARGEST_POWER = 80  # of two: rows whose squares add up to more, or to less than 2**-80, have no length here
+MIN_WORK = 2**21  # multiplications; below, the pass over x costs what the tiles gain
+LARGEST_POWER = 80  # rows whose sum of squares is above 2**80 or below 2**-80 have no length and take the fallback
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FloatProducts(Products):
-    """Of rows of length near 1."""
+    """A program of products by Winograd's inner product in float32, of rows scaled to unit length."""
 
     @property
     def least_rows(self) -> int:
@@ -77,50 +78,53 @@ class FloatProducts(Products):
         return Allocate(weights.w, seq(*self._widen(part, weights), stage)) if part.is_kept else stage
 
     def _widen(self, part: Product, weights: Weights) -> list[Stmt]:
-        """Makes w, up to whole steps. Columns of zeros, whose width is 0, stay such."""
+        """Return the stages that dequantize w and pad it to whole steps. Columns of zeros, whose width is 0, stay
+        zero."""
         width = Scalar(weights.width[part.column.var])
         value = _product(part.w, select(width.equals(0.0), 0.0, 1.0 / width).value)
         return self._rows_of_weights(part.step, part.column, weights.w, value)
 
     def _prepare(self, rows: Rows) -> Stmt:
-        """The rows of x, their scales and what their pairs add. A row that has no length gets an infinite scale, one of
-        zeros a scale of 0."""
+        """Return the pass that scales the rows of x to unit length and computes their scales and sums of pairs.
+
+        A row without a length gets an infinite scale, a row of zeros a scale of 0.
+        """
         group, lanes, zero = self._group(), self.lanes, literal(0.0, "float32")
         r, lane = group.member, group.lane
         squares, peaks, powers, pairs = (
             Buffer(name, (sym(lanes),), "float32", "local") for name in ("squares", "peaks", "powers", "pairs")
         )
-        length, largest, undo = Scalar(squares[lane]), Scalar(peaks[lane]), 1.0 / Scalar(powers[lane])
+        length, peak, inverse_power = Scalar(squares[lane]), Scalar(peaks[lane]), 1.0 / Scalar(powers[lane])
         has_length = (length >= 2.0**-LARGEST_POWER) & (length <= 2.0**LARGEST_POWER)
-        is_zero = length.equals(0.0) & largest.equals(0.0)
+        is_zero = length.equals(0.0) & peak.equals(0.0)
         exponent = (select(has_length, length, 1.0).unary("log") * (0.5 / math.log(2))).unary("round")
         infinite = Scalar(Literal(float("inf"), "float32"))
-        scale = select(is_zero, 0.0, select(has_length, undo, infinite))
-        shift = select(is_zero, 0.0, -Scalar(pairs[lane]) * undo)
+        scale = select(is_zero, 0.0, select(has_length, inverse_power, infinite))
+        shift = select(is_zero, 0.0, -Scalar(pairs[lane]) * inverse_power)
         at = (group.lane_row,)
         results = seq(Store(rows.scales, at, scale.value), Store(rows.shifts, at, shift.value))
         x = self._element(group.row, k := SymVar("k", lower=0))
-        squared = For(k, sym(self.depth), Store(squares, (r,), _product(x, x), "add"))
-        compared = For(k, sym(self.depth), Store(peaks, (r,), Unary("abs", x), "max"))
-        looked = seq(
-            split_reduction(squared, lanes, 4, zero),
-            IfThenElse(Scalar(squares[r]).equals(0.0).value, split_reduction(compared, lanes, 1, zero)),
+        square_loop = For(k, sym(self.depth), Store(squares, (r,), _product(x, x), "add"))
+        max_loop = For(k, sym(self.depth), Store(peaks, (r,), Unary("abs", x), "max"))
+        measure_row = seq(
+            split_reduction(square_loop, lanes, 4, zero),
+            IfThenElse(Scalar(squares[r]).equals(0.0).value, split_reduction(max_loop, lanes, 1, zero)),
         )
         balanced = self._row(rows.prepared, group.row, lambda k: _product(self._element(group.row, k), powers[r]))
         first = Store(pairs, (r,), zero, "add")
-        added = self._pairs(first, lambda own, place: _signed(rows.prepared, group.row, own, place))
+        pair_loop = self._pairs(first, lambda own, place: _signed(rows.prepared, group.row, own, place))
         body = (
             *(init_accumulators(buffer, zero, lanes) for buffer in (squares, peaks, pairs)),
-            For(r, group.count, looked),
+            For(r, group.count, measure_row),
             For(lane, sym(lanes), Store(powers, (lane,), (-exponent).exp2().value), "vectorized"),
-            For(r, group.count, seq(balanced, added)),
+            For(r, group.count, seq(balanced, pair_loop)),
         )
         return self._over_groups(group, rows, results, body, (squares, peaks, powers, pairs))
 
 
 def _signed(prepared: Buffer, row: SymExpr, own: SymExpr, place: SymExpr) -> Value:
-    """Of all neighbours in a row, the products of those that are a first pair of a step, and the opposites of those
-    that are a second."""
+    """Return the product of two neighbours in a row: added in the first pair of a step, subtracted in the second, else
+    0."""
     neighbours = Scalar(_product(prepared[row, place], prepared[row, place + 1]))
     number = Scalar(IndexValue(own % TERMS))
     result = select(number.equals(0), neighbours, select(number.equals(TERMS // 2), -neighbours, 0.0))

@@ -1,13 +1,13 @@
-"""Winograd's inner product for matrices times constant weights, where additions cost nothing beside multiply-adds.
+"""Winograd's inner product for matrices times constant weights, where additions are free beside FMAs.
 
 Two terms of a sum take one multiplication and two additions of an operand and a weight,
 
     x1*w1 + x2*w2 = (x1 + w2)*(x2 + w1) - x1*x2 - w1*w2
 
-for x1*x2, summed up, is one number of a row, and w1*w2 one of a column (Winograd, "A New Algorithm for Inner Product",
-IEEE Transactions on Computers, 1968). That is no gain where one unit does both; but some processors have adders beside
-their multiply-adders. There, of three terms two are computed like this and the third as ever. So that the products that
-are too much do not add up, every other pair adds their opposites,
+as the sum of x1*x2 is one number of a row, and that of w1*w2 one of a column (Winograd, "A New Algorithm for Inner
+Product", IEEE Transactions on Computers, 1968). There is no gain where one unit adds and multiplies; but some
+processors have adders beside their FMA units. There, of three terms two are computed like this and the third by an FMA.
+So that the surplus products cancel rather than accumulate, every other pair adds their opposites,
 
     x4*w4 + x5*w5 = x4*x5 + w4*w5 - (w5 - x4)*(w4 - x5)
 
@@ -15,20 +15,19 @@ and a step of six terms is
 
     e += (w2 + x1)*(w1 + x2);  e += x3*w3;  e -= (w5 - x4)*(w4 - x5);  e += x6*w6
 
-four multiply-adds and four additions, in the time of four for six. That is 1.5 times the peak of multiply-adds alone;
-whole products reach 1.2 to 1.4 times (docs/measurements/cpus.md, winograd_products).
+four FMAs and four additions in place of six FMAs, 1.5 times the FMA peak where additions are free. For the speed of
+whole products: docs/measurements/cpus.md, winograd_products.
 
-**Rounding.** x and w have to be of like size, or the smaller is lost in the sums: rows and columns are multiplied by
-powers of two that give them lengths (2-norms) near 1, which is exact. The error is then within the bound of an ordinary
+**Rounding.** x and w must have similar magnitudes, or the smaller is lost in the sums: rows and columns are scaled by
+powers of two to unit length (2-norm near 1), which is exact. The error is then within the bound of an ordinary
 sum of products up to a small factor, eps * |x| * |w| (Brent, "Error Analysis of Algorithms for Matrix Multiplication
-and Triangular Decomposition using Winograd's Identity", 1970). Measured, its root mean square is 0.95 to 1.35 times
-that of an ordinary product, with x of both signs, of one, with zeros and with outliers; without the opposites it is 7
-times that where x is positive. Each row's result depends on that row alone. Weights are left alone where an ordinary
-product would be much more exact than that bound: where some columns are mostly zeros, as those of a selection, or most
-have few large weights. So are large ones that other programs read as well, which would need a second copy.
+and Triangular Decomposition using Winograd's Identity", 1970; docs/measurements/prod.md). Each row's result depends on
+that row alone. The strategy is refused for weights whose ordinary product would be much more exact than that bound:
+where some columns are mostly zeros, as those of a selection, or most have few large weights. It is also refused for
+large weights that other programs read, which would need a second copy.
 
-**Rows that have no such length**, for they hold an infinity or NaN or numbers out of all proportion: one of them, and
-the ordinary product of all rows is computed, as it is for few rows. Rows and columns of zeros give zeros.
+**Fallback.** If any row has no such length, as it holds an infinity, NaN or numbers out of range, the ordinary product
+of all rows is computed, as it is for few rows. Rows and columns of zeros give zeros.
 
     for i: { scale[i], shift[i] = ...; balanced[i, :] = x[i, :] / scale[i] }      one pass over x
     if all rows have a length:
@@ -37,8 +36,8 @@ the ordinary product of all rows is computed, as it is for few rows. Rows and co
     else:
         for i, j: { e = sum of x[i, k] * w[k, j];  out[i, j] = f(e * width[j]) }
 
-constant_weights.py finds programs of such products; winograd_weights.py looks at weights and makes those of the new
-program, winograd_loops.py makes the program.
+constant_weights.py finds programs of such products; winograd_weights.py checks and transforms weights;
+winograd_loops.py builds the new program.
 """
 
 from __future__ import annotations
@@ -58,16 +57,16 @@ MIN_DEPTH = 96  # terms of a sum
 
 
 def inner_products(module: IRModule, context: PassContext) -> IRModule:
-    """Compute products with constant weights by fewer multiplications, where additions are free."""
-    way = strategy_of(module, context)
-    return module if way is None else take(way, module, context)
+    """Compute products with constant weights by Winograd's inner product where additions are free."""
+    strategy = strategy_of(module, context)
+    return module if strategy is None else take(strategy, module, context)
 
 
 def strategy_of(module: IRModule, context: PassContext) -> WeightStrategy | None:
-    """None: these are no faster on the target, or must not be used in this module."""
+    """Return the strategy for a module; None: it does not pay on the target, or the module must be batch invariant."""
     if not context.target.cpu_facts.adds_beside_fmas or module.attrs.get(BATCH_INVARIANT):
         return None
-    lanes, least = context.target.vector_lanes(4), columns_for_pass(MIN_COLUMNS, context.target)
+    lanes, min_columns = context.target.vector_lanes(4), columns_for_pass(MIN_COLUMNS, context.target)
 
     def is_fit(part: Product) -> bool:
         depth = as_int(part.step.extent)
@@ -75,6 +74,6 @@ def strategy_of(module: IRModule, context: PassContext) -> WeightStrategy | None
 
     def make(program: TensorProgram, parts: tuple[Product, ...]) -> FloatProducts | None:
         products = FloatProducts(program, parts, lanes)
-        return products if products.columns >= least else None
+        return products if products.columns >= min_columns else None
 
     return WeightStrategy("inner_products", is_fit, make, balanced, "additions take no time beside multiply-adds")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
+from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
@@ -20,7 +21,6 @@ from relaxlite.llm.model import LanguageModel
 from relaxlite.runtime.module import Executable
 from tests.support import gemma4_files as gemma4
 from tests.support import llm_files as files
-from tests.support import tiers
 from tests.support.block_bytes import dequantized
 from tests.support.dense_llm import build_dense
 
@@ -42,7 +42,18 @@ def check(exe: Executable, wanted: np.ndarray, tolerance: float = 3e-5) -> None:
         np.testing.assert_allclose(found, wanted[:count], atol=tolerance * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("kind", tiers.only(("mixture",), KINDS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_means_what_a_plain_computation_does(kind: str, tmp_path: Path) -> None:
+    metadata = gemma4.fields(**KINDS[kind])
+    weights = gemma4.tensors(metadata)
+    path = files.write(tmp_path / "m.gguf", "gemma4", metadata, weights)
+    wanted = gemma4.forward(metadata, weights, TOKENS)
+    found = Interpreter(build_dense(read_checkpoint(path))).run("main", np.asarray([TOKENS]))
+    np.testing.assert_allclose(np.asarray(found)[0], wanted, atol=3e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_a_plain_computation(kind: str, tmp_path: Path) -> None:
     metadata = gemma4.fields(**KINDS[kind])
     weights = gemma4.tensors(metadata)

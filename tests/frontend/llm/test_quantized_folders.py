@@ -251,7 +251,7 @@ COMPILED = [
 ]  # fmt: skip
 
 
-BY_DEFAULT = ("gptq, 8 bits, zero points", "fp8")
+BY_DEFAULT = ("fp8",)
 
 
 @pytest.mark.parametrize("name", tiers.only(BY_DEFAULT, COMPILED))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import tiers
 from tests.support.onnx_backend import collect, compare, expected_failures, main_op, run_all
 
 
@@ -34,7 +35,7 @@ def sample(cases: list[Any], per_op: int, every: int) -> list[Any]:
 )
 def test_onnx_node_tests(cases: list[Any], compiled: bool) -> None:
     """What passes must go on to pass, and what is expected to fail must be taken off the list once it passes."""
-    chosen = sample(cases, 1, 20) if compiled else sample(cases, 2, 5)
+    chosen = sample(cases, 1, 20) if compiled else sample(cases, *((2, 5) if tiers.is_exhaustive() else (1, 10)))
     outcomes = run_all(chosen, compiled=compiled)
     expected = expected_failures(compiled=compiled)
     broken = [f"{o.name} {o.kind}: {o.reason}" for o in outcomes if o.kind != "passed" and o.name not in expected]

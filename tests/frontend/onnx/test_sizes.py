@@ -9,7 +9,7 @@ import pytest
 import relaxlite
 from relaxlite.errors import RelaxliteError
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.simplify import weight
+from relaxlite.ir.simplify import num_atoms
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import bodies
 from tests.support.onnx_models import imported, model, node, onnxruntime_result, output_dims, value, values
@@ -81,7 +81,7 @@ def test_a_quotient_rounded_up_in_floats_and_reshaped_is_followed() -> None:
 
 def _heaviest(module: IRModule) -> int:
     found = [b.var.ty for f in module.functions().values() for body in bodies(f) for b in body.bindings()]
-    return max(weight(d) for ty in found if isinstance(ty, TensorType) for d in ty.shape or ())
+    return max(num_atoms(d) for ty in found if isinstance(ty, TensorType) for d in ty.shape or ())
 
 
 def test_sums_of_tensors_of_unknown_sizes_do_not_grow_without_end() -> None:

@@ -74,7 +74,7 @@ def sample_module(op: Op, sample: Sample) -> IRModule:
     ]
     bb = BlockBuilder()
     anchor = Var("sizes", TensorType.of(tuple(symbols.values()), "bool"))
-    with bb.function_of("main", (anchor, *params)):
+    with bb.function_with_params("main", (anchor, *params)):
         tensors = iter(params)
         operands = [
             ShapeValue(syms(dims_of(shape, symbols))) if dtype == "shape" else next(tensors)
@@ -120,7 +120,7 @@ def _legalize_once(module: IRModule) -> tuple[IRModule, bool]:
     assert isinstance(main, Function)
     bb = BlockBuilder(module)
     changed = False
-    with bb.function_of("main", main.params):
+    with bb.function_with_params("main", main.params):
         for binding in main.body.bindings():
             value = binding.value if isinstance(binding, Let) else None
             if isinstance(binding, Let) and isinstance(value, Call) and isinstance(value.callee, Op):

@@ -1040,7 +1040,7 @@ def test_a_tuple_as_an_argument_runs_compiled() -> None:
     bb = BlockBuilder()
     n, k = bb.symbol("n"), bb.symbol("k")
     pair = Var("pair", TupleType((TensorType.of((k,), "float32"), TensorType.of((k, 2), "float32"))))
-    with bb.function_of("helper", (pair,)):
+    with bb.function_with_params("helper", (pair,)):
         first, second = (bb.emit(TupleGetItem(pair, i)) for i in range(2))
         bb.result(bb.emit(ops.add(bb.emit(ops.reshape(first, (k, 1))), second)))
     with bb.function("main", x=TensorType.of((n,), "float32"), y=TensorType.of((n, 2), "float32")) as (x, y):

@@ -184,7 +184,7 @@ def test_where_the_system_refuses_tiles_kernels_go_without_them(monkeypatch: pyt
 
     with_tiles = rl.compile(module, precision="bf16")
     assert not with_tiles.missing_libraries
-    monkeypatch.setattr(libraries, "_ask_for_tiles", refuse)
+    monkeypatch.setattr(libraries, "_request_amx_permission", refuse)
     without = rl.compile(module, precision="bf16")
     assert without.missing_libraries == ("the system does not let this process use AMX tiles",)
     for exe in (with_tiles, without):

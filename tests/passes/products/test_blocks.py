@@ -466,7 +466,7 @@ def test_where_the_system_refuses_tiles_kernels_go_without_them(monkeypatch: pyt
     def refuse() -> None:
         raise LibraryError("the system does not let this process use AMX tiles")
 
-    monkeypatch.setattr(libraries, "_ask_for_tiles", refuse)
+    monkeypatch.setattr(libraries, "_request_amx_permission", refuse)
     without = rl.compile(module)
     assert without.missing_libraries == ("the system does not let this process use AMX tiles",)
     np.testing.assert_array_equal(without(x), with_tiles(x))

@@ -9,7 +9,7 @@ import relaxlite as rl
 from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.intrinsics import DOT2_INT16
+from relaxlite.ir.intrinsics import DOT2_PACKED_INT16
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import Allocate, Intrinsic, TensorProgram
 from relaxlite.ir.program_visitor import all_values, walk_stmts
@@ -43,7 +43,7 @@ def lowered(module: IRModule, precision: str = "int12", target: Target = ZEN4) -
 
 
 def has_halves(program: TensorProgram) -> bool:
-    return any(isinstance(v, Intrinsic) and v.name == DOT2_INT16 for v in all_values(program.body))
+    return any(isinstance(v, Intrinsic) and v.name == DOT2_PACKED_INT16 for v in all_values(program.body))
 
 
 @pytest.mark.parametrize(("precision", "taken"), [("auto", True), ("int12", True), ("int8", False), ("int16", False)])

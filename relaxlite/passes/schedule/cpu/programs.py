@@ -34,11 +34,11 @@ from relaxlite.ir.program import (
     Binary,
     Buffer,
     CallLibrary,
-    Enclosing,
     For,
     IfThenElse,
     Seq,
     Stmt,
+    StmtWithBody,
     Store,
     TensorProgram,
     seq,
@@ -107,7 +107,7 @@ def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
         choice = tuning.choice(program, target) if tuning is not None else DEFAULT
         if module.attrs.get(BATCH_INVARIANT):
             choice = replace(choice, sums=ONE_SUM)
-        result: tuple[TensorProgram] = context.program_cache.recall(
+        result: tuple[TensorProgram] = context.program_cache.get_or_compute(
             "schedule", program, repr(choice), lambda: (schedule_program(program, target, choice),)
         )
         return result[0]
@@ -331,7 +331,7 @@ class _Rules:
             return self.reductions.step_reduction(block, unknown=1 if stmt.kind == "serial" else ENOUGH_WORK)
         if isinstance(stmt, Seq):
             return seq(*(self.inner(s) for s in stmt.stmts))
-        if isinstance(stmt, Enclosing):
+        if isinstance(stmt, StmtWithBody):
             return replace(stmt, body=self.inner(stmt.body))
         return stmt
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from relaxlite.errors import ScheduleError
 from relaxlite.ir.expr import NO_ATTRS
-from relaxlite.ir.program import Allocate, Barrier, Buffer, For, Scope, Stmt, TensorProgram
+from relaxlite.ir.program import Allocate, Barrier, Buffer, For, MemoryScope, Stmt, TensorProgram
 from relaxlite.ir.program_printer import print_program
 from relaxlite.ir.program_visitor import Substitute, stores, walk_stmts
 from relaxlite.passes.schedule.primitives import layout, loops, staging, tensorize
@@ -147,7 +147,7 @@ class Schedule:
 
     # Buffers
 
-    def stage(self, buffer: str, loop: str, *, scope: Scope = "local", order: Sequence[int] | None = None) -> str:
+    def stage(self, buffer: str, loop: str, *, scope: MemoryScope = "local", order: Sequence[int] | None = None) -> str:
         """Stage the part of a buffer that each iteration accesses in a copy. Returns the name of the copy."""
         options: list[tuple[str, Any]] = [] if scope == "local" else [("scope", scope)]
         options += [] if order is None else [("order", tuple(order))]

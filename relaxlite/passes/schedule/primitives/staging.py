@@ -17,7 +17,7 @@ from relaxlite.ir.program import (
     IfThenElse,
     Literal,
     Load,
-    Scope,
+    MemoryScope,
     Select,
     Seq,
     Stmt,
@@ -38,7 +38,7 @@ MAX_LOCAL_BYTES = 1 << 16  # maximum size of a local buffer made by compute_at
 
 
 def stage(
-    root: Stmt, buffer: Buffer, loop: For, *, scope: Scope = "local", order: Sequence[int] | None = None
+    root: Stmt, buffer: Buffer, loop: For, *, scope: MemoryScope = "local", order: Sequence[int] | None = None
 ) -> tuple[Stmt, Buffer]:
     """Stage the part of a buffer that each iteration of a loop accesses in a copy:
 

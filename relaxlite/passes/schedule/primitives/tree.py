@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from relaxlite.errors import ScheduleError
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.program import Allocate, Buffer, Enclosing, For, IfThenElse, Seq, Stmt, seq
+from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Seq, Stmt, StmtWithBody, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, stmt_children, walk_stmts
 from relaxlite.ir.symbolic import Division, FloorDiv, SymExpr, SymVar
 
@@ -66,7 +66,7 @@ def map_children(stmt: Stmt, change: Callable[[Stmt], Stmt]) -> Stmt:
         return seq(*new)
     if isinstance(stmt, IfThenElse):
         return replace(stmt, then=new[0], other=new[1] if len(new) > 1 else None)
-    assert isinstance(stmt, Enclosing)
+    assert isinstance(stmt, StmtWithBody)
     return replace(stmt, body=new[0])
 
 
@@ -190,7 +190,7 @@ class _Names(Substitute):
         self.first.setdefault(item, name)
         if name == item.name and not is_copy:
             return super().stmt(stmt)
-        self.forget()
+        self.clear_memo()
         if isinstance(stmt, For):
             var = SymVar(name, lower=stmt.var.lower, upper=stmt.var.upper, divisor=stmt.var.divisor)
             extent, outer_var = self.index(stmt.extent), self.symbols.get(stmt.var)

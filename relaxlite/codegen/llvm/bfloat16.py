@@ -1,10 +1,10 @@
-"""Rounding to bfloat16 by the target's instruction, and pairs of bfloat16 as words (ir/intrinsics.py)."""
+"""Rounding of float32 to bfloat16, and pairs of bfloat16 in one int32 (ir/intrinsics.py: NARROW, PAIR)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from relaxlite.codegen.llvm.context import Kernel
+from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.dots import load_packed
 from relaxlite.codegen.llvm.emitter import Emitter, Val, int_const
 from relaxlite.codegen.llvm.types import convert, from_memory, to_memory
@@ -14,15 +14,16 @@ from relaxlite.ir.program import Cast, Intrinsic, Literal, Load, Select, Value
 from relaxlite.ir.program_visitor import value_children
 
 _CONVERT = "llvm.x86.avx512bf16"
-_LANES = 16  # of the widest vector, of which two become one of pairs
+_LANES = 16  # of a 512-bit vector of float32; two are rounded to one vector of pairs
 
 
-def emit_narrow(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
-    """A float32 as a bfloat16, in a register's form."""
+def emit_round_to_bf16(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
+    """Round float32 to bfloat16, kept as float32 in the register (types.py), by vcvtneps2bf16 where the target has
+    it."""
     e, x = k.e, emit_value(k, value.args[0])
-    has_wide = e.target.has("avx512bf16")
-    has = {512: has_wide, 256: has_wide and e.target.has("avx512vl"), 128: False}
-    width = widest_lanes(e.target, x.lanes, has.__getitem__)
+    has_avx512bf16 = e.target.has("avx512bf16")
+    supported = {512: has_avx512bf16, 256: has_avx512bf16 and e.target.has("avx512vl"), 128: False}
+    width = widest_lanes(e.target, x.lanes, supported.__getitem__)
     if not width:
         return convert(e, x, "float32", "bfloat16")
 
@@ -30,11 +31,11 @@ def emit_narrow(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value
         result = e.call(f"{_CONVERT}.cvtneps2bf16.{32 * width}", [part], "bfloat", width, "narrow")
         return from_memory(e, e.cast("bitcast", result, "i16"), "bfloat16")
 
-    return e.by_parts([x], width, by_instruction)
+    return e.by_subvectors([x], width, by_instruction)
 
 
-def emit_pair(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value], Val]) -> Val:
-    """The bits of two bfloat16 as one word: one load, one instruction that rounds two vectors, or put together."""
+def emit_bf16_pair(k: KernelContext, value: Intrinsic, emit_value: Callable[[KernelContext, Value], Val]) -> Val:
+    """Emit the bits of two bfloat16 as one int32: by one load, by vcvtne2ps2bf16, or by shift and or."""
     packed = load_packed(k, value.args)
     if packed is not None:
         return packed
@@ -49,7 +50,7 @@ def emit_pair(k: Kernel, value: Intrinsic, emit_value: Callable[[Kernel, Value],
 
 
 def is_rounded(value: Value) -> bool:
-    """Whether a value of half precision is one in a register too, where arithmetic leaves more digits."""
+    """Whether a 16-bit float is already rounded in its float32 register, which it is not after arithmetic."""
     if isinstance(value, Select):
         return is_rounded(value.then) and is_rounded(value.other)
     if isinstance(value, Cast):
@@ -58,10 +59,12 @@ def is_rounded(value: Value) -> bool:
 
 
 def _rounded_pairs(e: Emitter, low: Val, high: Val) -> Val:
-    """One lane of each side by side: the instruction puts one vector behind the other."""
-    both = e.call(f"{_CONVERT}.cvtne2ps2bf16.512", [high, low], "bfloat", 2 * _LANES, "both")
-    order = ", ".join(f"i32 {n}, i32 {n + _LANES}" for n in range(_LANES))
-    mixed = e.op(
-        f"shufflevector {both}, <{2 * _LANES} x bfloat> poison, <{2 * _LANES} x i32> <{order}>", "bfloat", 2 * _LANES
+    """Round two vectors and interleave their lanes, as the instruction concatenates them."""
+    concatenated = e.call(f"{_CONVERT}.cvtne2ps2bf16.512", [high, low], "bfloat", 2 * _LANES, "both")
+    lanes = ", ".join(f"i32 {n}, i32 {n + _LANES}" for n in range(_LANES))
+    interleaved = e.op(
+        f"shufflevector {concatenated}, <{2 * _LANES} x bfloat> poison, <{2 * _LANES} x i32> <{lanes}>",
+        "bfloat",
+        2 * _LANES,
     )
-    return e.op(f"bitcast {mixed} to <{_LANES} x i32>", "i32", _LANES, "pairs")
+    return e.op(f"bitcast {interleaved} to <{_LANES} x i32>", "i32", _LANES, "pairs")

@@ -1,6 +1,6 @@
-"""What the two parsers share: errors that show the place, names in scope, literals, symbolic integers, types.
+"""Base class of the parsers of functions and programs: errors with location, scope, literals, symbolic integers, types.
 
-Text is read through Python's own `ast`; nothing in it is ever evaluated.
+The text is parsed by Python's `ast` and never evaluated.
 """
 
 from __future__ import annotations
@@ -19,42 +19,48 @@ from relaxlite.ir.types import FuncType, ObjectType, ShapeType, TensorType, Tupl
 from relaxlite.records import dataclass
 
 T = TypeVar("T")
-_WORDS = {"nan": float("nan"), "inf": float("inf")}
+_NAMED_NUMBERS = {"nan": float("nan"), "inf": float("inf")}
 _TYPE_NAMES = ("Tensor", "Shape", "Tuple", "Func", "Object")
 
 
 @dataclass(slots=True)
-class Arguments:
-    """The arguments of a call in the text; what is taken out of `keywords` is understood."""
+class CallArguments:
+    """Arguments of a call in the text. Parsers remove those that they handle; `finish` rejects the others."""
 
     call: ast.AST
     positional: list[ast.expr]
     keywords: dict[str, ast.expr] = field(default_factory=dict)
 
     def take(self, name: str) -> ast.expr | None:
+        """Remove and return a keyword argument, if present."""
         return self.keywords.pop(name, None)
 
 
-class Reader:
-    """Reads parts of text; `scope` holds what names mean at this point of a definition."""
+class ParserBase:
+    """Parser of the constructs that functions and programs share. `scope` maps names to nodes in scope.
+
+    Methods raise ParseError for any other construct.
+    """
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
         self.scope: dict[str, object] = {}
 
     def fail(self, node: ast.AST, message: str, *, near: tuple[str, Iterable[str]] | None = None) -> NoReturn:
-        """`near`: a word and what could have been meant by it."""
+        """Raise ParseError at a node. `near`: a misspelled word, and candidates for a hint."""
         raise place_error(self.lines, getattr(node, "lineno", 1), getattr(node, "col_offset", 0), message + _hint(near))
 
     # names
 
     def define(self, node: ast.AST, name: str, value: T) -> T:
+        """Add a new name to the scope."""
         if name in self.scope:
             self.fail(node, f"{name} is defined already")
         self.scope[name] = value
         return value
 
     def lookup(self, node: ast.Name, kind: type[T], what: str) -> T:
+        """Node of class `kind` that a name refers to; `what` describes it in messages."""
         result = self.scope.get(node.id)
         if isinstance(result, kind):
             return result
@@ -63,24 +69,31 @@ class Reader:
         candidates = [name for name, value in self.scope.items() if isinstance(value, kind)]
         self.fail(node, f"unknown {what} {node.id}", near=(node.id, candidates))
 
-    def arguments(self, call: ast.Call) -> Arguments:
+    def arguments(self, call: ast.Call) -> CallArguments:
+        """Positional and keyword arguments of a call."""
         keywords = {}
         for keyword in call.keywords:
             if keyword.arg is None:
                 self.fail(keyword.value, "`**` has no meaning here")
             keywords[keyword.arg] = keyword.value
-        return Arguments(call, call.args, keywords)
+        return CallArguments(call, call.args, keywords)
 
     def parameters(self, node: ast.FunctionDef) -> list[ast.arg]:
-        """The parameters of a definition, which are plain ones."""
-        given = node.args
-        for other in (given.vararg, given.kwarg, *given.kwonlyargs, *given.posonlyargs, *given.defaults):
-            if other is not None:
-                self.fail(other, "parameters are written name: type, nothing else")
-        return given.args
+        """Parameters of a definition, without defaults or variadic parameters."""
+        signature = node.args
+        for unsupported in (
+            signature.vararg,
+            signature.kwarg,
+            *signature.kwonlyargs,
+            *signature.posonlyargs,
+            *signature.defaults,
+        ):
+            if unsupported is not None:
+                self.fail(unsupported, "parameters are written name: type, nothing else")
+        return signature.args
 
-    def finish(self, arguments: Arguments, counts: tuple[int, ...], what: str) -> None:
-        """Refuse what has not been taken, and any other count of positional arguments."""
+    def finish(self, arguments: CallArguments, counts: tuple[int, ...], what: str) -> None:
+        """Reject remaining keyword arguments, and any number of positional arguments not in `counts`."""
         for name, node in arguments.keywords.items():
             self.fail(node, f"{what} has no argument {name}")
         if len(arguments.positional) not in counts:
@@ -90,10 +103,11 @@ class Reader:
     # literals
 
     def literal(self, node: ast.expr) -> AttrValue:
+        """Parse a number, string, bool, None, or tuple of these."""
         if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool | int | float | str)):
             return node.value
-        if isinstance(node, ast.Name) and node.id in _WORDS:
-            return _WORDS[node.id]
+        if isinstance(node, ast.Name) and node.id in _NAMED_NUMBERS:
+            return _NAMED_NUMBERS[node.id]
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and is_number(node.operand):
             return -self.literal(node.operand)  # type: ignore[operator]
         if isinstance(node, ast.Tuple):
@@ -125,8 +139,8 @@ class Reader:
             return node.elts
         self.fail(node, "expected a tuple; one element is written (n,)")
 
-    def attrs(self, arguments: Arguments) -> dict[str, AttrValue]:
-        """Every keyword that is left, and what stands in `attrs={...}`."""
+    def attrs(self, arguments: CallArguments) -> dict[str, AttrValue]:
+        """Parse all remaining keywords, and the entries of `attrs={...}`, as attributes."""
         attr_values: dict[str, AttrValue] = {}
         awkward = arguments.take("attrs")
         if awkward is not None:
@@ -147,6 +161,7 @@ class Reader:
         self.fail(node, "expected a symbol")
 
     def expr(self, node: ast.expr) -> SymExpr:
+        """Parse a symbolic integer."""
         if isinstance(node, ast.Name):
             return self.lookup(node, SymVar, "symbol")
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -175,10 +190,11 @@ class Reader:
         return floordiv(a, b) if isinstance(node.op, ast.FloorDiv) else floormod(a, b)
 
     def exprs(self, node: ast.expr) -> tuple[SymExpr, ...]:
+        """Parse a tuple of symbolic integers."""
         return tuple(self.expr(item) for item in self.items(node))
 
     def symbol_statement(self, stmt: ast.stmt) -> bool:
-        """Take in `n = symbol("n", lower=..., upper=..., divisor=...)`; False for any other statement."""
+        """Parse a declaration `n = symbol("n", lower=..., upper=..., divisor=...)`; False for any other statement."""
         if not isinstance(stmt, ast.Assign) or not is_call(stmt.value, "symbol"):
             return False
         arguments = self.arguments(stmt.value)
@@ -188,8 +204,8 @@ class Reader:
         self.define(stmt, self.target(stmt), self.new_symbol(arguments, name))
         return True
 
-    def new_symbol(self, arguments: Arguments, name: str) -> SymVar:
-        """A symbol with the facts that the keywords give."""
+    def new_symbol(self, arguments: CallArguments, name: str) -> SymVar:
+        """Create a symbol with the bounds and divisor of the keywords."""
         lower, upper, divisor = (arguments.take(fact) for fact in ("lower", "upper", "divisor"))
         self.finish(arguments, (0,), "a symbol's declaration")
         try:
@@ -206,6 +222,7 @@ class Reader:
         return None if isinstance(node, ast.Constant) and node.value is None else self.integer(node)
 
     def target(self, stmt: ast.Assign) -> str:
+        """Name that a statement assigns."""
         if len(stmt.targets) == 1 and isinstance(stmt.targets[0], ast.Name):
             return stmt.targets[0].id
         self.fail(stmt, "only one plain name can be assigned")
@@ -213,6 +230,7 @@ class Reader:
     # types
 
     def type(self, node: ast.expr) -> Type:
+        """Parse a type."""
         if isinstance(node, ast.Name) and node.id == "Object":
             return ObjectType()
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
@@ -235,7 +253,7 @@ class Reader:
             return FuncType(tuple(self.type(item) for item in self.items(params)), self.type(result))
         self.fail(node, f"unknown type {kind}", near=(kind, _TYPE_NAMES))
 
-    def _tensor_type(self, arguments: Arguments) -> TensorType:
+    def _tensor_type(self, arguments: CallArguments) -> TensorType:
         dtype, rank = arguments.take("dtype"), arguments.take("rank")
         if dtype is None:
             self.finish(arguments, (2,), "Tensor")
@@ -246,26 +264,28 @@ class Reader:
 
 
 def is_call(node: object, name: str) -> TypeGuard[ast.Call]:
+    """Whether a syntax node is a call `name(...)`."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
 def is_number(node: ast.expr) -> bool:
+    """Whether a syntax node is a number, nan or inf, possibly negated."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return is_number(node.operand)
     if isinstance(node, ast.Name):
-        return node.id in _WORDS
+        return node.id in _NAMED_NUMBERS
     return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
 
 
 def _hint(near: tuple[str, Iterable[str]] | None) -> str:
     if near is None:
         return ""
-    result = difflib.get_close_matches(near[0], list(near[1]), n=1, cutoff=0.5)
-    return f"; did you mean {result[0]}?" if result else ""
+    matches = difflib.get_close_matches(near[0], list(near[1]), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def place_error(lines: list[str], line: int, byte_offset: int, message: str) -> ParseError:
-    """An error that shows the line of text and points into it. `line` counts from 1."""
+    """Build a ParseError that shows the line and marks the column. `line` counts from 1."""
     text = lines[line - 1] if 0 < line <= len(lines) else ""
     column = len(text.encode("utf-8", "replace")[:byte_offset].decode("utf-8", "replace"))
     error = ParseError(f"line {line}, column {column + 1}: {message}\n    {text}\n    {' ' * column}^")
