@@ -20,7 +20,7 @@ from relaxlite.version import STEP_VERSION, __version__
 CACHE_BYTES = 1 << 30
 CHUNK = 128  # default number of tokens of a long prompt in one step
 FILL = "fill"  # the function that fills the cache only, as frontend/llm/step.py names it
-STATES = ("tails_", "states_")  # prefixes of pools with a slot for each state, as in frontend/llm/step.py
+STATE_PREFIXES = ("tails_", "states_")  # prefixes of pools with a slot for each state, as in frontend/llm/step.py
 MIN_FILL = 64  # least number of tokens for FILL: fewer take little time, and short prompts stay exact
 _Result = TypeVar("_Result")
 _Part = tuple[int, int, int]  # sequence, index of the first of its new tokens, count
@@ -105,7 +105,7 @@ class CompiledEngine:
         writes the end of this prompt in another way.
         """
         before = [(sequence, sequences.tokens(sequence)) for sequence, _ in batch]
-        full_batch = self._with_owed_tokens(batch)
+        full_batch = self._with_uncached(batch)
         counts = [
             self._leading_tokens(len(tokens) - max(count, exact_count))
             for (_, tokens), count, exact_count in zip(full_batch, wanted, exact, strict=True)
@@ -151,13 +151,13 @@ class CompiledEngine:
 
     def fill(self, sequence: int, tokens: Sequence[int]) -> None:
         check_batch(self, [(sequence, tokens)], None)
-        batch = self._with_owed_tokens([(sequence, tokens)])
+        batch = self._with_uncached([(sequence, tokens)])
         token_arrays = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in batch}
         self._append(batch, lambda: self._run_fill(token_arrays, [(sequence, 0, len(token_arrays[sequence]))]))
 
-    def _with_owed_tokens(self, batch: Batch) -> Batch:
-        """Prepend the owed tokens of each sequence to its new ones."""
-        return [(s, [*owed, *tokens] if (owed := self._sequences.owed(s)) else tokens) for s, tokens in batch]
+    def _with_uncached(self, batch: Batch) -> Batch:
+        """Prepend the tokens of each sequence that the cache lacks to its new ones."""
+        return [(s, [*uncached, *tokens] if (uncached := self._sequences.owed(s)) else tokens) for s, tokens in batch]
 
     def _append(self, batch: Batch, compute: Callable[[], _Result]) -> _Result:
         """Reserve slots, compute, then extend the sequences; they stay unchanged if `compute` fails."""
@@ -247,7 +247,7 @@ def layout_of(inputs: Iterable[TensorSpec], block: int) -> CacheLayout:
     specs = [spec for spec in inputs if len(spec.shape) == 4]
     keys = next(spec for spec in specs if spec.name.startswith("keys_"))
     pools = [
-        PoolLayout(int(heads), (int(a), int(b)), spec.dtype, spec.name.startswith(STATES))
+        PoolLayout(int(heads), (int(a), int(b)), spec.dtype, spec.name.startswith(STATE_PREFIXES))
         for spec in specs
         for heads, _, a, b in [spec.shape]
     ]

@@ -27,7 +27,9 @@ from relaxlite.passes.products.int16_products import are_int16
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
 
-MIN_COARSE = 1 / 8  # least share of weights in relaxed precision that is worth a fill function: more than a router
+MIN_RELAXED_SHARE = (
+    1 / 8
+)  # least share of weights in relaxed precision that is worth a fill function: more than a router
 
 
 def compile(
@@ -119,7 +121,8 @@ def build_checkpoint(
         checkpoint,
         max_context=max_context,
         cache_dtype=cache_dtype,
-        has_fill=_elements(relaxed) >= MIN_COARSE * _elements(multiplied.values()) or _shares_last_kv(checkpoint),
+        has_fill=_elements(relaxed) >= MIN_RELAXED_SHARE * _elements(multiplied.values())
+        or _shares_last_kv(checkpoint),
         groups_rows=all(_uses_integers(weight, machine, resolved_precision) for weight in grouped),
     )
     samples = step_samples(module) if validate else False

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = "str | Sequence[int]"
 
 MAX_NEW_TOKENS = 256  # default of max_new_tokens
-FOR_TOOLS = "tool_use"  # name of the chat template for tools
+TOOL_TEMPLATE = "tool_use"  # name of the chat template for tools
 LOOKUP = "lookup"  # draft tokens by prompt lookup
 OVERFLOW = ("error", "slide")  # options for a reply that does not fit into the context
 _RESERVED_OPTIONS = {"messages", "template", "self", "special_tokens"}
@@ -231,7 +231,7 @@ class LanguageModel:
 
         named = self.description.other_templates
         if template is None and options.get("tools") is not None:
-            template = named.get(FOR_TOOLS)
+            template = named.get(TOOL_TEMPLATE)
         template = named.get(template or "", template) or self.description.chat_template
         if not template:
             raise InvalidArgumentError(

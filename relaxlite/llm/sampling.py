@@ -110,7 +110,7 @@ class Sampler:
                 f"{logits.size}, the first for token {bad[0]}; are the weights damaged (load with verify=True, or "
                 "`relaxlite inspect --verify`), or keys and values too large for a cache of float16 (cache_dtype)?"
             )
-        scores = without(penalized(logits, tokens, options.repetition_penalty), options.suppress_tokens)
+        scores = mask_tokens(penalized(logits, tokens, options.repetition_penalty), options.suppress_tokens)
         if options.temperature == 0:
             return best if scores is logits else _likeliest(scores, name)
         if options.suppress_tokens:
@@ -135,7 +135,7 @@ def penalized(scores: Array, tokens: Sequence[int], penalty: float) -> Array:
     return scores
 
 
-def without(scores: Array, tokens: Sequence[int]) -> Array:
+def mask_tokens(scores: Array, tokens: Sequence[int]) -> Array:
     """Set the scores [vocab] of some tokens to -inf."""
     known = [token for token in tokens if token < scores.size]
     if not known:

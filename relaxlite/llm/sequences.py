@@ -1,7 +1,7 @@
 """Sequences of an engine over a KV cache, with or without recurrent states.
 
-A state cannot be truncated to an arbitrary token. The tokens between the last stored state and the end of a truncated
-sequence are *owed*: they are recomputed along with the next ones.
+A state cannot be truncated to an arbitrary token. If a sequence ends behind the last stored state, the tokens between
+are not cached (`CachedSequences.owed`): they are recomputed along with the next ones.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Tokenizer:
     def _special(self) -> frozenset[str]:
         return frozenset(token.content for token in self._library.get_added_tokens_decoder().values() if token.special)
 
-    def is_silent(self, token: int) -> bool:
+    def has_no_text(self, token: int) -> bool:
         """Return whether a token has no text: a special token, or one outside of the vocabulary."""
         name = self._library.id_to_token(token)
         return name is None or name in self._special
@@ -110,7 +110,7 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Return the text that a token completes; "" while a character is incomplete."""
-        if self._tokenizer.is_silent(token):
+        if self._tokenizer.has_no_text(token):
             return ""
         self._pending.append(token)
         text = self._text(self._pending)

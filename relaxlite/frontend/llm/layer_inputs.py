@@ -47,11 +47,11 @@ class LayerInputs:
         return flat if wanted is None else d.op("gather", flat, wanted, axis=0)
 
 
-def with_layer_input(d: Decoder, k: int, x: Expr, given: Expr) -> Var:
-    """Add what layer `k` makes of its input `given` [..., width] to x [..., hidden]."""
+def with_layer_input(d: Decoder, k: int, x: Expr, layer_input: Expr) -> Var:
+    """Add what layer `k` makes of its input `layer_input` [..., width] to x [..., hidden]."""
     name = f"layers.{k}.input"
     gate = d.activated(d.linear(f"{name}_gate", x))
-    return d.op("add", x, d.norm(f"{name}_norm", d.linear(f"{name}_project", d.op("multiply", gate, given))))
+    return d.op("add", x, d.norm(f"{name}_norm", d.linear(f"{name}_project", d.op("multiply", gate, layer_input))))
 
 
 def _dims(x: Expr) -> tuple[SymExpr, ...]:
