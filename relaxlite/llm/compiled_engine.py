@@ -30,8 +30,8 @@ class CompiledEngine:
     """Runs an executable of `build_step`. Prompts longer than a step are prefilled in chunks.
 
     If the executable has a function that only fills the cache, in relaxed precision, prefill uses it for all tokens but
-    those whose logits are wanted and the EXACT - 1 before these, which influence them most. The choice depends on the
-    sequence alone, not on the batch or on chunks. Concurrent calls are serialized.
+    those whose logits are wanted and the EXACT - 1 before these, which matter most. The choice depends on the sequence
+    alone, not on the batch or on chunks. Concurrent calls are serialized.
 
     `max_bytes` bounds the cache, which grows on demand; `chunk`: the maximum number of tokens of a step (None: the
     step's own). If the cache is full, `forward` raises CacheFullError and leaves all sequences unchanged. Raises
@@ -157,7 +157,7 @@ class CompiledEngine:
 
     def _with_uncached(self, batch: Batch) -> Batch:
         """Prepend the tokens of each sequence that the cache lacks to its new ones."""
-        return [(s, [*uncached, *tokens] if (uncached := self._sequences.owed(s)) else tokens) for s, tokens in batch]
+        return [(s, [*old, *tokens] if (old := self._sequences.owed(s)) else tokens) for s, tokens in batch]
 
     def _append(self, batch: Batch, compute: Callable[[], _Result]) -> _Result:
         """Reserve slots, compute, then extend the sequences; they stay unchanged if `compute` fails."""

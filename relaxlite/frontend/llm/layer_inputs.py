@@ -1,8 +1,7 @@
 """Per-layer embeddings (Gemma 3n and 4): an additional input of each layer for each token.
 
-A table has `layer_input` numbers per token and layer, to which a normed projection of the token embedding is added. A
-layer multiplies its input by a gate, a projection of its hidden state, and adds a projection of the product to that
-state.
+A table has a vector per token and layer, to which a normed projection of the token embedding is added. A layer
+multiplies its input by a gate, a projection of its hidden state, and adds a projection of the product to that state.
 """
 
 from __future__ import annotations
