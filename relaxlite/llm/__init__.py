@@ -1,18 +1,18 @@
-"""Compiled language models at run time: text in, text out. How they are made: frontend/llm.
+"""Compiled language models at run time: text in, text out. Checkpoints are imported by frontend/llm.
 
-    llm = relaxlite.llm.load("SmolLM2.gguf")          # or a Hugging Face folder: compiled once, and kept
-    llm = relaxlite.llm.compile("SmolLM2.gguf", max_context=512)
-    llm.save("smollm2.rlx"); llm = relaxlite.llm.load("smollm2.rlx")   # needs no compiler
-    print(llm.generate("The capital of France is", max_new_tokens=8))
+  llm = relaxlite.llm.load("SmolLM2.gguf")          # or a Hugging Face folder: compiled once, and cached
+  llm = relaxlite.llm.compile("SmolLM2.gguf", max_context=512)
+  llm.save("smollm2.rlx"); llm = relaxlite.llm.load("smollm2.rlx")   # needs no compiler
+  print(llm.generate("The capital of France is", max_new_tokens=8))
 
 model.py        LanguageModel: generate, chat
 loading.py      load: a compiled file, or a checkpoint
 compiling.py    from a checkpoint to a LanguageModel; imports the compiler
-generation.py   the loop over a batch of sequences; sampling.py: from logits to a token; drafts.py: guesses of several
-tokenizer.py    text to tokens and back, also piece by piece; templates.py: a chat as text
-description.py  what an artifact says of a language model beside its code
-engine.py       what generation needs of a compiled model; compiled_engine.py: a step over a paged cache
-evaluate.py     perplexity, and the distance from another model
+generation.py   the generation loop over a batch; sampling.py: from logits to a token; drafts.py: draft tokens
+tokenizer.py    text to tokens and back, incrementally too; templates.py: a chat as text
+description.py  what an artifact says of a language model besides its code
+engine.py       the interface between generation and a model; compiled_engine.py: a step over a paged KV cache
+evaluate.py     perplexity, and the KL divergence from another model
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `Engine` of a compiled step (frontend/llm/step.py): sequences in a paged cache, one call for a whole batch."""
+"""The `Engine` of a compiled step (frontend/llm/step.py): sequences in a paged KV cache, one call per batch."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from relaxlite.runtime.state_slots import MIN_PROMPT_TOKENS
 from relaxlite.version import STEP_VERSION, __version__
 
 CACHE_BYTES = 1 << 30
-CHUNK = 128  # tokens of a long prompt in one step, where the step does not say it
-FILL = "fill"  # the function that gives no logits
-STATES = ("tails_", "states_")  # as frontend/llm/step.py calls what has a slot for each state
-MIN_FILL = 64  # tokens that it is for: fewer take little time, and short prompts are to be computed as well as can be
-_Found = TypeVar("_Found")
-_Part = tuple[int, int, int]  # sequence, first of its new tokens, how many
+CHUNK = 128  # default number of tokens of a long prompt in one step
+FILL = "fill"  # the function that fills the cache only, as frontend/llm/step.py names it
+STATE_PREFIXES = ("tails_", "states_")  # prefixes of pools with a slot for each state, as in frontend/llm/step.py
+MIN_FILL = 64  # least number of tokens for FILL: fewer take little time, and short prompts stay exact
+_Result = TypeVar("_Result")
+_Part = tuple[int, int, int]  # sequence, index of the first of its new tokens, count
 
 
 class CompiledEngine:
-    """Runs an executable of `build_step`. Prompts that are longer than a step takes go through it in chunks.
+    """Runs an executable of `build_step`. Prompts longer than a step are prefilled in chunks.
 
-    Where the executable has a function that only fills the cache, and rounds more coarsely for that, it takes all of a
-    prompt but the tokens whose logits are wanted and those EXACT - 1 before, which matter most to them. Which tokens
-    it takes depends on the sequence alone, not on the batch or on chunks. Threads take turns.
+    If the executable has a function that only fills the cache, in relaxed precision, prefill uses it for all tokens but
+    those whose logits are wanted and the EXACT - 1 before these, which matter most. The choice depends on the sequence
+    alone, not on the batch or on chunks. Concurrent calls are serialized.
 
-    `max_bytes` bounds the cache, which grows as it is needed; `chunk`: tokens of a step at most (None: what the step is
-    best given). When the cache is full, `forward` raises CacheFullError and every sequence is as it was.
-    ArtifactError: the step is called in a way that this version of relaxlite does not know.
+    `max_bytes` bounds the cache, which grows on demand; `chunk`: the maximum number of tokens of a step (None: the
+    step's own). If the cache is full, `forward` raises CacheFullError and leaves all sequences unchanged. Raises
+    ArtifactError if the step's signature is of another version of relaxlite.
     """
 
     def __init__(self, executable: Executable, *, max_bytes: int = CACHE_BYTES, chunk: int | None = None) -> None:
@@ -90,47 +90,52 @@ class CompiledEngine:
             if result is not None:
                 return [result]
         check_batch(self, batch, wanted)
-        asked = [1] * len(batch) if wanted is None else wanted
-        exact = asked if exact is None else exact
+        logit_counts = [1] * len(batch) if wanted is None else wanted
+        exact = logit_counts if exact is None else exact
         if isinstance(self._sequences, ReplayedSequences):
-            return self._in_two_steps(self._sequences, batch, asked, exact)
-        return self._appended(batch, lambda: self._logits(batch, asked, exact))
+            return self._forward_with_states(self._sequences, batch, logit_counts, exact)
+        return self._append(batch, lambda: self._logits(batch, logit_counts, exact))
 
-    def _in_two_steps(
+    def _forward_with_states(
         self, sequences: ReplayedSequences, batch: Batch, wanted: Sequence[int], exact: Sequence[int]
     ) -> list[Array]:
-        """What `forward` does where sequences have states: one is kept before the last tokens of a prompt, for another
-        reply, or a next turn whose template writes the end of this prompt otherwise."""
+        """Run `forward` for sequences with states, in two steps.
+
+        A state is stored before the last tokens of a prompt: for another reply, or for a next turn whose template
+        writes the end of this prompt in another way.
+        """
         before = [(sequence, sequences.tokens(sequence)) for sequence, _ in batch]
-        whole = self._with_owed(batch)
+        full_batch = self._with_uncached(batch)
         counts = [
-            self._first(len(tokens) - max(count, more))
-            for (_, tokens), count, more in zip(whole, wanted, exact, strict=True)
+            self._leading_tokens(len(tokens) - max(count, exact_count))
+            for (_, tokens), count, exact_count in zip(full_batch, wanted, exact, strict=True)
         ]
-        first = [(sequence, tokens[:n]) for (sequence, tokens), n in zip(whole, counts, strict=True) if n]
-        rest = [(sequence, tokens[n:]) for (sequence, tokens), n in zip(whole, counts, strict=True)]
+        first = [(sequence, tokens[:n]) for (sequence, tokens), n in zip(full_batch, counts, strict=True) if n]
+        rest = [(sequence, tokens[n:]) for (sequence, tokens), n in zip(full_batch, counts, strict=True)]
         try:
             if first:
-                given = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in first}
+                token_arrays = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in first}
                 ranges = [(sequence, 0, len(tokens)) for sequence, tokens in first]
-                self._appended(first, lambda: self._fill_in(given, ranges))
-            return self._appended(rest, lambda: self._logits(rest, wanted, exact))
+                self._append(first, lambda: self._run_fill(token_arrays, ranges))
+            return self._append(rest, lambda: self._logits(rest, wanted, exact))
         except BaseException:
             with self._turn.lock:
                 for sequence, tokens in before:
                     sequences.cut_back(sequence, tokens)
             raise
 
-    def _first(self, shown: int) -> int:
-        """Of a sequence's tokens, of which those from `shown` on give logits, how many come in a step before."""
+    def _leading_tokens(self, shown: int) -> int:
+        """Return how many tokens form the first of two steps, where those from index `shown` on have logits."""
         if self._fill is not None:
-            return self._filled(shown)
+            return self._relaxed_tokens(shown)
         return shown + 1 - EXACT if shown + 1 - EXACT >= MIN_PROMPT_TOKENS else 0
 
     def _next(self, sequence: int, tokens: Sequence[int]) -> Array | None:
-        """`forward` of one token in few operations: behind a step, whose weights have gone through all caches, each
-        that Python does waits for memory (0.3 ms by the general way, 0.14 so). None where it is not that simple, or
-        wrong."""
+        """Run `forward` for one token of one sequence in few Python operations; None if the general path is needed.
+
+        After a step, whose weights have displaced everything else from the CPU's caches, each operation of Python waits
+        for memory (docs/measurements/llm.md).
+        """
         if len(tokens) != 1 or type(tokens[0]) is not int or not 0 <= tokens[0] < self.vocab:
             return None
         with self._turn.lock:
@@ -146,16 +151,16 @@ class CompiledEngine:
 
     def fill(self, sequence: int, tokens: Sequence[int]) -> None:
         check_batch(self, [(sequence, tokens)], None)
-        batch = self._with_owed([(sequence, tokens)])
-        given = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in batch}
-        self._appended(batch, lambda: self._fill_in(given, [(sequence, 0, len(given[sequence]))]))
+        batch = self._with_uncached([(sequence, tokens)])
+        token_arrays = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in batch}
+        self._append(batch, lambda: self._run_fill(token_arrays, [(sequence, 0, len(token_arrays[sequence]))]))
 
-    def _with_owed(self, batch: Batch) -> Batch:
-        """With the tokens of each sequence that are owed, before the new ones."""
-        return [(s, [*owed, *tokens] if (owed := self._sequences.owed(s)) else tokens) for s, tokens in batch]
+    def _with_uncached(self, batch: Batch) -> Batch:
+        """Prepend the tokens of each sequence that the cache lacks to its new ones."""
+        return [(s, [*old, *tokens] if (old := self._sequences.owed(s)) else tokens) for s, tokens in batch]
 
-    def _appended(self, batch: Batch, compute: Callable[[], _Found]) -> _Found:
-        """What is computed, by which the sequences are that much longer; they are as they were where it fails."""
+    def _append(self, batch: Batch, compute: Callable[[], _Result]) -> _Result:
+        """Reserve slots, compute, then extend the sequences; they stay unchanged if `compute` fails."""
         counts = [(sequence, len(tokens)) for sequence, tokens in batch]
         with self._turn.lock:
             try:
@@ -164,65 +169,67 @@ class CompiledEngine:
             except BaseException:
                 self.cache.cancel(counts)
                 raise
-            for sequence, tokens in batch:  # before the cache: what it has not got is computed again
+            for sequence, tokens in batch:  # before the commit: tokens that the cache lacks are recomputed
                 self._sequences.extend(sequence, tokens)
             self.cache.commit(counts)
         return result
 
     def _logits(self, batch: Batch, wanted: Sequence[int], exact: Sequence[int]) -> list[Array]:
+        """Prefill, then compute logits [wanted, vocab] of each sequence."""
         shown = {sequence: len(tokens) - count for (sequence, tokens), count in zip(batch, wanted, strict=True)}
-        given = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in batch}
-        result: dict[int, list[Array]] = {sequence: [] for sequence in given}
+        token_arrays = {sequence: np.asarray(tokens, np.int64) for sequence, tokens in batch}
+        result: dict[int, list[Array]] = {sequence: [] for sequence in token_arrays}
         filled = {
-            sequence: self._filled(len(tokens) - max(count, more))
-            for (sequence, tokens), count, more in zip(batch, wanted, exact, strict=True)
+            sequence: self._relaxed_tokens(len(tokens) - max(count, exact_count))
+            for (sequence, tokens), count, exact_count in zip(batch, wanted, exact, strict=True)
         }
-        self._fill_in(given, [(sequence, 0, count) for sequence, count in filled.items()])
+        self._run_fill(token_arrays, [(sequence, 0, count) for sequence, count in filled.items()])
         rest = [(sequence, filled[sequence], len(tokens)) for sequence, tokens in batch]
         for parts in _steps(rest, self._chunk):
-            tokens = _joined(given, parts)
-            asked = [max(0, min(count, first + count - shown[sequence])) for sequence, first, count in parts]
+            tokens = _step_tokens(token_arrays, parts)
+            row_counts = [max(0, min(count, first + count - shown[sequence])) for sequence, first, count in parts]
             ends = np.cumsum([count for _, _, count in parts]).tolist()
-            rows = [np.arange(end - number, end) for end, number in zip(ends, asked, strict=True)]
+            rows = [np.arange(end - number, end) for end, number in zip(ends, row_counts, strict=True)]
             places = rows[0] if len(rows) == 1 else np.concatenate(rows)
             logits = self._step(tokens, places, parts)
             at = 0  # in the logits
-            for (sequence, _, _), number in zip(parts, asked, strict=True):
+            for (sequence, _, _), number in zip(parts, row_counts, strict=True):
                 if number:
                     result[sequence].append(logits[at : at + number])
                 at += number
         return [pieces[-1] if len(pieces) == 1 else np.concatenate(pieces) for pieces in result.values()]
 
-    def _fill_in(self, given: Mapping[int, Array], ranges: Iterable[_Part]) -> None:
+    def _run_fill(self, token_arrays: Mapping[int, Array], ranges: Iterable[_Part]) -> None:
+        """Append tokens in ranges (sequence, first, end) without computing logits."""
         for parts in _steps(ranges, self._chunk):
-            tokens = _joined(given, parts)
+            tokens = _step_tokens(token_arrays, parts)
             if self._fill is None:
                 self._step(tokens, np.empty(0, np.int64), parts)
             else:
                 self._fill(tokens, *self.cache.describe(parts), *self.cache.pools)
 
-    def _filled(self, shown: int) -> int:
-        """How many of a sequence's tokens only the cache needs, where those from `shown` on give logits."""
+    def _relaxed_tokens(self, shown: int) -> int:
+        """Return how many tokens FILL may take of a sequence whose tokens from index `shown` on have logits."""
         count = shown + 1 - EXACT
         return count if self._fill is not None and count >= MIN_FILL else 0
 
     def _step(self, tokens: Array, wanted: Array, parts: list[_Part]) -> Array:
         if not len(wanted):
-            wanted = np.array([len(tokens) - 1])  # a step always computes one row
+            wanted = np.array([len(tokens) - 1])  # a step computes at least one row
         result: Any = self._run(tokens, *self.cache.describe(parts), wanted, *self.cache.pools)
         return result
 
 
-def _joined(given: Mapping[int, Array], parts: list[_Part]) -> Array:
-    """The tokens of a step."""
-    pieces = [given[sequence][first : first + count] for sequence, first, count in parts]
+def _step_tokens(token_arrays: Mapping[int, Array], parts: list[_Part]) -> Array:
+    """Concatenate the tokens of the parts of a step."""
+    pieces = [token_arrays[sequence][first : first + count] for sequence, first, count in parts]
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def _steps(ranges: Iterable[_Part], most: int) -> Iterator[list[_Part]]:
-    """Tokens (sequence, first, end) in steps of at most `most` of them, sequence after sequence."""
+def _steps(ranges: Iterable[_Part], max_tokens: int) -> Iterator[list[_Part]]:
+    """Split ranges (sequence, first, end) into steps of at most `max_tokens` tokens, sequence after sequence."""
     parts: list[_Part] = []
-    room = most
+    room = max_tokens
     for sequence, first, end in ranges:
         while first < end:
             count = min(room, end - first)
@@ -230,17 +237,17 @@ def _steps(ranges: Iterable[_Part], most: int) -> Iterator[list[_Part]]:
             first, room = first + count, room - count
             if not room:
                 yield parts
-                parts, room = [], most
+                parts, room = [], max_tokens
     if parts:
         yield parts
 
 
 def layout_of(inputs: Iterable[TensorSpec], block: int) -> CacheLayout:
-    """Read off the signature of a step whose attention takes `block` rows at once."""
+    """Derive the layout of the cache from the signature of a step. `block`: rows of an attention block."""
     specs = [spec for spec in inputs if len(spec.shape) == 4]
     keys = next(spec for spec in specs if spec.name.startswith("keys_"))
     pools = [
-        PoolLayout(int(heads), (int(a), int(b)), spec.dtype, spec.name.startswith(STATES))
+        PoolLayout(int(heads), (int(a), int(b)), spec.dtype, spec.name.startswith(STATE_PREFIXES))
         for spec in specs
         for heads, _, a, b in [spec.shape]
     ]

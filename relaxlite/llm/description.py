@@ -1,4 +1,4 @@
-"""What an artifact says of a language model beside its code: two attachments, "language_model" and "tokenizer"."""
+"""Attachments of a language model's artifact, besides its code: "language_model" and "tokenizer"."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ DESCRIPTION, TOKENIZER = "language_model", "tokenizer"  # names of attachments; 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """`context`: tokens that a sequence holds at most. `stop`: tokens that end a reply. `special_tokens`: for chat
-    templates, by name ("bos_token"). `other_templates`: by name ("tool_use"), beside the usual one. `generation`: the
-    checkpoint's defaults. `provenance`: source, licence. `row_cost`: the time of one more token in a step of one, which
-    reads the same weights, in such steps."""
+    """What an artifact says of a language model.
+
+    `context`: the maximum number of tokens of a sequence. `stop`: tokens that end a reply. `special_tokens`: for chat
+    templates, by name ("bos_token"). `other_templates`: further chat templates by name ("tool_use"). `generation`:
+    defaults of the checkpoint. `provenance`: source, licence. `row_cost`: the time of one more token in a step, in
+    steps of one token.
+    """
 
     architecture: str
     vocab: int
@@ -36,6 +39,7 @@ class Description:
 
     @property
     def name(self) -> str:
+        """The model's name, source or architecture, whichever is known."""
         return str(self.provenance.get("name") or self.provenance.get("source") or self.architecture)
 
     def to_json(self) -> bytes:
@@ -43,7 +47,7 @@ class Description:
 
     @staticmethod
     def from_json(content: bytes) -> Description:
-        """ArtifactError: a field is missing, unknown or of another kind."""
+        """Parse an attachment. Raises ArtifactError for fields that are missing, unknown or of another type."""
         try:
             raw = json.loads(content)
             description = Description(**{**raw, "stop": tuple(raw.get("stop", ()))})

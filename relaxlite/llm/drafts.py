@@ -1,10 +1,10 @@
-"""Guesses of how a sequence goes on, which one step of the model checks together (speculative decoding).
+"""Speculative decoding: draft tokens that the model verifies together in one step.
 
-A step of several tokens reads the weights once, as one of a single token does, so that guesses cost little where
-reading is what takes the time. The model chooses each token as it would have without them, from the logits behind the
-tokens before it: a guess that is not chosen is dropped with all that follow it. What is generated stays the same (up to
-the rounding of sums, where kernels for few rows add in another order), also where tokens are sampled, for each is drawn
-once, in order; the rejections of Leviathan et al. (arXiv 2211.17192) are for guesses that are distributions.
+A step of several tokens reads the weights once, like a step of one token, so draft tokens cost little where decoding is
+bound by memory bandwidth. The model chooses each token as it would without drafts, from the logits behind the tokens
+before it; the first draft token that differs is dropped with all behind it. The generated text is the same up to the
+rounding of sums (kernels for few rows may add in another order), also with sampling, as each token is drawn once, in
+order. The rejection sampling of Leviathan et al. (arXiv 2211.17192) is for drafts that are distributions.
 """
 
 from __future__ import annotations
@@ -21,53 +21,60 @@ from relaxlite.errors import CacheFullError
 from relaxlite.llm.engine import Engine
 from relaxlite.llm.sampling import softmax
 
-MAX = 16  # guesses in one step
+MAX = 16  # draft tokens in one step
 ROW_COST = 0.25
-"""Of one more token in a step, in steps of one token, where all tokens use all weights (docs/measurements/cpus.md,
-draft_row_cost)."""
+"""The time of one more token in a step, in steps of one token, if all tokens use all weights
+(docs/measurements/cpus.md, draft_row_cost)."""
 
 
 class Drafter(Protocol):
-    """Makes guesses for one sequence."""
+    """Proposes draft tokens for one sequence."""
 
     def propose(self, tokens: Sequence[int], most: int, sequences: int) -> list[int]:
-        """Up to `most` tokens that may follow `tokens`, which go on from those of the last call, where it is one of
-        some sequences in a step."""
+        """Propose up to `most` tokens that may follow `tokens`, which extend the tokens of the previous call.
+
+        `sequences`: the number of sequences in the step.
+        """
         ...
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """How many of the last guesses there were, and were right before the first wrong one."""
+        """Report the number of draft tokens of the last call, and of those before the first wrong one."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release resources."""
+        ...
 
 
 def worth(cost: float, row_cost: float, sequences: int) -> float:
-    """How likely to be right a guess must be to pay, for one of some sequences. `cost`: of the guess, `row_cost`: of
-    another sequence, in steps of one. A guess saves one of so many tokens of another step."""
+    """Return the least probability of acceptance at which a draft token saves time, in a step of several sequences.
+
+    `cost`: of the draft token, `row_cost`: of one more sequence, both in steps of one token. An accepted token saves
+    this sequence's share of another step.
+    """
     return cost * sequences / (1 + row_cost * (sequences - 1))
 
 
 class Lookup:
-    """Guesses that what followed the last tokens before follows them again ("prompt lookup"; Yang et al., arXiv
-    2304.04487): quotations, names, code, lists.
+    """Prompt lookup (Yang et al., arXiv 2304.04487): drafts that repeat what followed the last tokens before.
 
-    Of the last places where the last two tokens stood, the one counts before which most tokens are the same. How many
-    tokens are guessed follows from how often guesses behind so long a match were right of late.
+    That suits quotations, names, code and lists. Of the earlier places of the last two tokens, the one with the longest
+    match before it counts. The number of draft tokens follows from the recent rate of acceptance at matches of that
+    length.
     """
 
-    _PLACES = 16  # that are looked at
-    _LENGTHS = (2, 4, 8)  # of matches: from each to the next they are one class
-    _EXPECTED = (0.4, 0.7, 0.9)  # shares of guesses that are right, before any were seen
-    _WEIGHT = 2.0  # of these, in guesses
-    _FADE = 0.9  # of what was seen, with each look
+    _MAX_PLACES = 16  # earlier occurrences that are compared
+    _LENGTHS = (2, 4, 8)  # classes of matches: lower bounds of their lengths
+    _EXPECTED = (0.4, 0.7, 0.9)  # prior rates of acceptance by class
+    _WEIGHT = 2.0  # weight of the prior, in draft tokens
+    _FADE = 0.9  # decay of the statistics with each proposal
 
     def __init__(self, row_cost: float = ROW_COST) -> None:
         self._row_cost = row_cost
-        self._last: dict[tuple[int, int], int] = {}  # where a pair of tokens ended last
-        self._before = array("q")  # where the pair that ends there ended before; 0: nowhere
-        self._right = [0.0] * len(self._LENGTHS)
-        self._seen = [0.0] * len(self._LENGTHS)
+        self._last_end: dict[tuple[int, int], int] = {}  # by pair of tokens: the index behind its last occurrence
+        self._previous_end = array("q")  # by end of a pair: the end of its previous occurrence; 0: none
+        self._accepted = [0.0] * len(self._LENGTHS)
+        self._drafted = [0.0] * len(self._LENGTHS)
         self._class = 0
 
     def propose(self, tokens: Sequence[int], most: int, sequences: int) -> list[int]:
@@ -76,34 +83,34 @@ class Lookup:
         if not length:
             return []
         k = self._class = bisect_right(self._LENGTHS, length) - 1
-        self._seen[k] *= self._FADE
-        self._right[k] *= self._FADE
-        period = len(tokens) - at  # guesses that reach the end of the text repeat themselves
+        self._drafted[k] *= self._FADE
+        self._accepted[k] *= self._FADE
+        period = len(tokens) - at  # a draft that reaches the end of the text continues periodically
         count = self._count(k, worth(self._row_cost, self._row_cost, sequences))
         return [tokens[at + i % period] for i in range(min(most, count))]
 
     def learn(self, drafted: int, accepted: int) -> None:
-        self._right[self._class] += accepted
-        self._seen[self._class] += min(accepted + 1, drafted)
+        self._accepted[self._class] += accepted
+        self._drafted[self._class] += min(accepted + 1, drafted)
 
     def close(self) -> None:
         pass
 
     def _index(self, tokens: Sequence[int]) -> None:
-        """Note where each pair ends, except for the last one, behind which nothing stands yet."""
-        for end in range(len(self._before), len(tokens)):
+        """Record where each pair ends, except for the last one, which nothing follows yet."""
+        for end in range(len(self._previous_end), len(tokens)):
             if end < 2:
-                self._before.append(0)
+                self._previous_end.append(0)
                 continue
             pair = (tokens[end - 2], tokens[end - 1])
-            self._before.append(self._last.get(pair, 0))
-            self._last[pair] = end
+            self._previous_end.append(self._last_end.get(pair, 0))
+            self._last_end[pair] = end
 
     def _match(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """How many of the last tokens stood before some place, and that place."""
+        """Return the length of the best match of the last tokens, and the index behind it."""
         best = (0, 0)
-        at = self._last.get((tokens[-2], tokens[-1]), 0) if len(tokens) > 2 else 0
-        for _ in range(self._PLACES):
+        at = self._last_end.get((tokens[-2], tokens[-1]), 0) if len(tokens) > 2 else 0
+        for _ in range(self._MAX_PLACES):
             if not at:
                 break
             length = 2
@@ -111,52 +118,52 @@ class Lookup:
                 length += 1
             if length > best[0]:
                 best = (length, at)
-            at = self._before[at]
+            at = self._previous_end[at]
         return best
 
-    def _count(self, k: int, least: float) -> int:
-        """How many guesses are so likely to be right, each with all before it."""
-        share = (self._right[k] + self._EXPECTED[k] * self._WEIGHT) / (self._seen[k] + self._WEIGHT)
-        return 0 if least >= 1 else min(MAX, int(math.log(least) / math.log(min(share, 0.999))))
+    def _count(self, k: int, min_probability: float) -> int:
+        """Return how many draft tokens are all accepted with a probability of at least `min_probability`."""
+        rate = (self._accepted[k] + self._EXPECTED[k] * self._WEIGHT) / (self._drafted[k] + self._WEIGHT)
+        return 0 if min_probability >= 1 else min(MAX, int(math.log(min_probability) / math.log(min(rate, 0.999))))
 
 
 class DraftModel:
-    """Guesses the likeliest tokens of a smaller model, as long as that is sure enough of all of them together.
+    """Drafts the likeliest tokens of a smaller model while the probability of the whole draft is high enough.
 
-    A text that outgrows the smaller model's context is forgotten but for as much as half of that holds.
-    `step_cost`: of a step of its own, in steps of the model.
+    A text that exceeds the smaller model's context is truncated to its last tokens, half of that context. `step_cost`:
+    the time of a step of the smaller model, in steps of the model.
     """
 
     def __init__(self, engine: Engine, step_cost: float, row_cost: float = ROW_COST) -> None:
         self._engine, self._step_cost, self._row_cost = engine, step_cost, row_cost
         self._sequence: int | None = engine.new()
-        self._first = 0  # tokens of the text that are forgotten
-        self._sure = 0  # tokens of the sequence that are no guesses
-        self._guesses: list[int] = []
+        self._forgotten = 0  # tokens at the beginning of the text that the context lacks
+        self._verified = 0  # tokens of the sequence that are no draft tokens
+        self._draft: list[int] = []
 
     def propose(self, tokens: Sequence[int], most: int, sequences: int) -> list[int]:
-        tokens = self._remembered(tokens)
+        tokens = self._context_tokens(tokens)
         most = min(most, MAX, self._engine.context - len(tokens))
-        least = worth(self._row_cost + self._step_cost, self._row_cost, sequences)
-        if self._sequence is None or most < 1 or least >= 1:  # then no guess pays, however sure
+        min_chance = worth(self._row_cost + self._step_cost, self._row_cost, sequences)
+        if self._sequence is None or most < 1 or min_chance >= 1:  # no draft token saves time, however likely
             return []
-        self._catch_up(tokens)
-        self._guesses, chance = [], 1.0
-        given = list(tokens[self._sure :])
-        while len(self._guesses) < most:
+        self._accept(tokens)
+        self._draft, chance = [], 1.0
+        new_tokens = list(tokens[self._verified :])
+        while len(self._draft) < most:
             try:
-                (logits,) = self._engine.forward([(self._sequence, given)])
+                (logits,) = self._engine.forward([(self._sequence, new_tokens)])
             except CacheFullError:
                 self.close()
                 return []
-            guess = int(np.argmax(logits[-1]))
-            chance *= float(softmax(logits[-1].astype(np.float64))[guess])
-            if not chance > least:  # or NaN: the other model may be sound
+            token = int(np.argmax(logits[-1]))
+            chance *= float(softmax(logits[-1].astype(np.float64))[token])
+            if not chance > min_chance:  # or NaN: the verifying model may work nevertheless
                 break
-            self._guesses.append(guess)
-            given = [guess]
-        self._sure = len(tokens)
-        return self._guesses
+            self._draft.append(token)
+            new_tokens = [token]
+        self._verified = len(tokens)
+        return self._draft
 
     def learn(self, drafted: int, accepted: int) -> None:
         pass
@@ -166,18 +173,18 @@ class DraftModel:
             self._engine.remove(self._sequence)
             self._sequence = None
 
-    def _remembered(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The end of a text that leaves room in the context."""
-        if len(tokens) - self._first >= self._engine.context:
-            self._first = len(tokens) - self._engine.context // 2
-            self._sure, self._guesses = 0, []
-        return tokens[self._first :]
+    def _context_tokens(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the end of a text that leaves room in the context."""
+        if len(tokens) - self._forgotten >= self._engine.context:
+            self._forgotten = len(tokens) - self._engine.context // 2
+            self._verified, self._draft = 0, []
+        return tokens[self._forgotten :]
 
-    def _catch_up(self, tokens: Sequence[int]) -> None:
-        """Keep the guesses that came true, but for the last token, whose logits are wanted."""
+    def _accept(self, tokens: Sequence[int]) -> None:
+        """Keep the draft tokens that were accepted, except for the last token, whose logits are needed."""
         assert self._sequence is not None
-        while self._guesses and self._sure < len(tokens) - 1 and tokens[self._sure] == self._guesses.pop(0):
-            self._sure += 1
+        while self._draft and self._verified < len(tokens) - 1 and tokens[self._verified] == self._draft.pop(0):
+            self._verified += 1
         held = self._engine.length(self._sequence)
-        self._sure = min(self._sure, held, len(tokens) - 1)
-        self._engine.drop(self._sequence, held - self._sure)
+        self._verified = min(self._verified, held, len(tokens) - 1)
+        self._engine.drop(self._sequence, held - self._verified)

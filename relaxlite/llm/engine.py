@@ -1,4 +1,4 @@
-"""What generation needs of a compiled model: sequences that grow, fork and shrink, and logits behind them."""
+"""The interface between generation and a model: sequences that grow, fork and shrink, and their logits."""
 
 from __future__ import annotations
 
@@ -13,55 +13,61 @@ from relaxlite.errors import InvalidArgumentError
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Batch: TypeAlias = "Sequence[tuple[int, Sequence[int]]]"  # (sequence, its next tokens)
 
-EXACT = 8  # tokens up to the first whose logits are wanted that `fill` is not for
+EXACT = 8  # the last tokens before wanted logits, the first wanted one included, that are never filled
 
 
 class Engine(Protocol):
-    """Sequences are numbers that `new` and `fork` give; `forward` appends to them.
+    """A model that holds sequences. Sequences are numbers from `new` and `fork`; `forward` appends tokens.
 
-    Unknown sequences, tokens outside of the vocabulary and more than `context` tokens are InvalidArgumentErrors that
-    leave every sequence as it was.
+    Unknown sequences, tokens outside of the vocabulary and more than `context` tokens raise InvalidArgumentError and
+    leave all sequences unchanged.
     """
 
     vocab: int
     context: int
-    fills_coarsely: bool  # what `fill` appends is not what `forward` does of tokens whose logits are wanted
+    fills_coarsely: bool  # `fill` is of lower precision than `forward` for tokens whose logits are wanted
 
     def new(self) -> int:
-        """An empty sequence."""
+        """Create an empty sequence."""
         ...
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """A new sequence of the first `length` tokens of another (None: all); what both share is stored once."""
+        """Create a sequence of the first `length` tokens of another one (None: all), which share memory."""
         ...
 
     def drop(self, sequence: int, count: int) -> None:
-        """Forget the last `count` tokens."""
+        """Remove the last `count` tokens of a sequence."""
         ...
 
-    def remove(self, sequence: int) -> None: ...
+    def remove(self, sequence: int) -> None:
+        """Remove a sequence."""
+        ...
 
-    def length(self, sequence: int) -> int: ...
+    def length(self, sequence: int) -> int:
+        """Return the number of tokens of a sequence."""
+        ...
 
     def held(self, sequence: int) -> int:
-        """How many of its tokens the cache has: those behind them are computed again, along with the next ones."""
+        """Return how many tokens of a sequence are cached; others are recomputed along with the next ones."""
         ...
 
     def forward(
         self, batch: Batch, *, wanted: Sequence[int] | None = None, exact: Sequence[int] | None = None
     ) -> list[Array]:
-        """Append tokens to each sequence of the batch, together in one step; float32 logits [wanted, vocab] behind the
-        last `wanted` tokens of each (None: behind the last one). `exact`: so many of the last tokens are appended as
-        those are whose logits are wanted (None: these alone)."""
+        """Append tokens to each sequence of the batch in one step, and return logits float32 [wanted, vocab] of each.
+
+        `wanted`: logits of that many last tokens of each sequence (None: one). `exact`: that many last tokens are
+        computed as precisely as tokens with wanted logits (None: as `wanted`).
+        """
         ...
 
     def fill(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Append tokens as `forward` appends the first ones of a long prompt, whose own logits nobody sees."""
+        """Append tokens without logits, as `forward` appends the first tokens of a long prompt."""
         ...
 
 
 def check_batch(engine: Engine, batch: Batch, wanted: Sequence[int] | None) -> None:
-    """InvalidArgumentError for what `forward` does not take."""
+    """Raise InvalidArgumentError for arguments that `forward` does not accept."""
     if wanted is not None and len(wanted) != len(batch):
         raise InvalidArgumentError(f"a batch of {len(batch)} sequences, and the logits wanted of {len(wanted)}")
     if len({sequence for sequence, _ in batch}) < len(batch):
@@ -79,6 +85,8 @@ def check_batch(engine: Engine, batch: Batch, wanted: Sequence[int] | None) -> N
             raise InvalidArgumentError(
                 f"sequence {sequence} is given {len(tokens)} tokens, and the logits of {wanted[k]} are wanted"
             )
-        bad = next((t for t in tokens if not isinstance(t, Integral) or not 0 <= t < engine.vocab), None)
-        if bad is not None:
-            raise InvalidArgumentError(f"sequence {sequence}: token {bad} is not in the vocabulary of {engine.vocab}")
+        invalid = next((t for t in tokens if not isinstance(t, Integral) or not 0 <= t < engine.vocab), None)
+        if invalid is not None:
+            raise InvalidArgumentError(
+                f"sequence {sequence}: token {invalid} is not in the vocabulary of {engine.vocab}"
+            )

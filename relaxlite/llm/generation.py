@@ -1,4 +1,4 @@
-"""The loop that makes text: one batch of requests over an engine, token by token."""
+"""The generation loop: one batch of requests over an engine, token by token."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ FinishReason = Literal["stop", "stop_string", "length", "closed"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens: of the prompt, how many of these were in the cache already, and new ones; how many of the oldest left a
-    context that slides; and how many were guessed, and guessed right, so that they took no step of their own."""
+    """Token counts of a request.
+
+    `prompt_tokens`, of which `reused_tokens` were cached already; `new_tokens`: generated; `forgotten_tokens`: the
+    oldest ones, dropped from a sliding context; `drafted_tokens`: draft tokens, of which `accepted_tokens` took no step
+    of their own.
+    """
 
     prompt_tokens: int
     reused_tokens: int
@@ -36,8 +40,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds until the first token was chosen; tokens per second of this sequence, 0 where there were none to time.
-    In a batch, sequences share the time: the batch makes that many more."""
+    """Time to the first token in seconds, and rates in tokens per second of this sequence.
+
+    Rates are 0 if there was nothing to time. The sequences of a batch share the time: the batch's rate is their sum.
+    """
 
     first_token_s: float
     prefill_tokens_per_s: float
@@ -46,12 +52,12 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was generated for one prompt, without what ended it.
+    """Generated text of one prompt, without what ended it.
 
-    finish_reason  "stop": the model ended it; "stop_string": one of `stop` came; "length": max_new_tokens or the
-                   context; "closed": the stream was closed before
-    logprobs       natural logarithm of the model's probability of each token, before sampling's filters; if asked for
-    logits         float32 [new tokens, vocab] that each token was chosen by; if asked for
+    finish_reason  "stop": a stop token; "stop_string": one of `stop`; "length": max_new_tokens or the context;
+                   "closed": the stream was closed
+    logprobs       natural logarithm of the model's probability of each token, before sampling's filters; on request
+    logits         float32 [new tokens, vocab] that each token was chosen by; on request
     """
 
     text: str
@@ -68,10 +74,10 @@ class Result:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence of a batch: what it is to become, and what it has become so far.
+    """One sequence of a batch: its options and its state.
 
-    `window`: the tokens that the sequence holds at most; where it is full, the older half of them is forgotten. None:
-    prompt and `limit` fit.
+    `window`: the maximum number of tokens of a sliding context, whose older half is dropped when it is full; None if
+    prompt and `limit` fit into the context.
     """
 
     prompt: Sequence[int]
@@ -83,11 +89,11 @@ class Request:
     wants_logits: bool = False
     window: int | None = None
     drafter: Drafter | None = None
-    sequence: int = 0  # which engines count from 1; 0: it has none, before it begins and when it has ended
-    reused: int = 0  # tokens of the prompt that the sequence has already
+    sequence: int = 0  # counted from 1 by engines; 0: none, before it begins and after it has ended
+    reused: int = 0  # tokens of the prompt that are cached already
 
-    begun: int = 0  # tokens of the sequence that were given at once: the prompt, or what was left where it slid
-    forgotten: int = 0  # of the first tokens, prompt and new ones, which the sequence has no more
+    prefilled_tokens: int = 0  # tokens of the sequence that were prefilled: the prompt, or what was left of a window
+    forgotten: int = 0  # tokens dropped from the beginning of prompt and reply
     drafted: int = 0
     accepted: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -100,22 +106,23 @@ class Request:
     first: float = 0.0
     ended: float = 0.0
 
-    def remembered(self) -> list[int]:
-        """All tokens but the forgotten ones."""
+    def context_tokens(self) -> list[int]:
+        """Return all tokens but the forgotten ones."""
         return [*self.prompt, *self.tokens][self.forgotten :]
 
     def result(self) -> Result:
+        """Return the result so far."""
         new, prefilled = len(self.tokens), len(self.prompt) - self.reused
-        waited, decoding = self.first - self.started, self.ended - self.first
+        prefill_s, decode_s = self.first - self.started, self.ended - self.first
         return Result(
             text="".join(self.pieces),
             tokens=tuple(self.tokens),
             finish_reason=self.finish_reason or "closed",
             usage=Usage(len(self.prompt), self.reused, new, self.forgotten, self.drafted, self.accepted),
             speed=Speed(
-                max(waited, 0.0),
-                prefilled / waited if waited > 0 else 0.0,
-                (new - 1) / decoding if decoding > 0 and new > 1 else 0.0,
+                max(prefill_s, 0.0),
+                prefilled / prefill_s if prefill_s > 0 else 0.0,
+                (new - 1) / decode_s if decode_s > 0 and new > 1 else 0.0,
             ),
             logprobs=tuple(self.logprobs) if self.wants_logprobs else None,
             logits=np.array(self.logits, np.float32).reshape(new, self.vocab) if self.wants_logits else None,
@@ -130,16 +137,15 @@ def run(
     release: Callable[[Request, bool], None],
     make_room: Callable[[], bool],
 ) -> Generator[tuple[int, str], None, None]:
-    """Run requests to their ends; yields pieces of text, each with the number of its request.
+    """Run requests to their ends; yield pieces of text, each with the number of its request.
 
-    What a request's drafter guesses is computed along with its last token, and stays as far as it is right.
+    Draft tokens of a request are computed along with its last token, and kept as far as they are right.
 
-    `begin(request)` gives each its sequence, which holds `reused` tokens at first, and its drafter;
-    `release(request, is_sound)` takes the sequence back, also when the generator is closed early or fails; unsound is
-    one at which the engine failed.
+    `begin(request)` assigns its sequence, which holds `reused` tokens, and its drafter. `release(request, is_sound)`
+    takes the sequence back, also if the generator is closed or fails; `is_sound` is False if the engine failed.
 
-    Where the cache is full, `make_room` may free some of it; else the last sequence is taken out, and computed again
-    when another has ended. CacheFullError: not even one fits.
+    If the cache is full, `make_room` may free some of it; otherwise the last sequence is preempted, and recomputed when
+    another one has ended. Raises CacheFullError if a single sequence does not fit.
     """
     names = ["the sequence"] if len(requests) == 1 else [f"sequence {k}" for k in range(len(requests))]
     numbers = {id(r): k for k, r in enumerate(requests)}
@@ -157,26 +163,29 @@ def run(
         writers = {id(r): _Writer(tokenizer, r, name) for r, name in zip(requests, names, strict=True)}
         start = time.perf_counter()
         for request in requests:
-            request.started, request.begun = start, len(request.prompt)
-        fed = {id(r): list(r.prompt[r.reused :]) for r in requests}  # what comes next into each sequence
-        again: dict[int, int] = {}  # of these, how many of the last were computed one by one before
+            request.started, request.prefilled_tokens = start, len(request.prompt)
+        next_tokens = {id(r): list(r.prompt[r.reused :]) for r in requests}  # tokens to append to each sequence
+        recomputed: dict[int, int] = {}  # of these, how many were decoded before preemption
         while active:
             for request in active:
                 if request.window is not None:
-                    fed[id(request)] = _slide(engine, request, request.window, fed[id(request)])
-            guesses: list[list[int]] = [[]] * len(active)
+                    next_tokens[id(request)] = _slide(engine, request, request.window, next_tokens[id(request)])
+            drafts: list[list[int]] = [[]] * len(active)
             if not is_full:
-                guesses = [_guess(engine, r, writers[id(r)].tokens, len(fed[id(r)]), len(active)) for r in active]
+                drafts = [
+                    _propose_draft(engine, r, writers[id(r)].tokens, len(next_tokens[id(r)]), len(active))
+                    for r in active
+                ]
             try:
-                found = engine.forward(
-                    [(r.sequence, fed[id(r)] + guess) for r, guess in zip(active, guesses, strict=True)],
-                    wanted=[1 + len(guess) for guess in guesses],
-                    exact=[1 + len(guess) + again.get(id(r), 0) for r, guess in zip(active, guesses, strict=True)],
+                batch_logits = engine.forward(
+                    [(r.sequence, next_tokens[id(r)] + draft) for r, draft in zip(active, drafts, strict=True)],
+                    wanted=[1 + len(draft) for draft in drafts],
+                    exact=[1 + len(draft) + recomputed.get(id(r), 0) for r, draft in zip(active, drafts, strict=True)],
                 )
                 for request in active:
-                    again.pop(id(request), None)
+                    recomputed.pop(id(request), None)
             except CacheFullError:
-                if any(guesses):
+                if any(drafts):
                     is_full = True
                     continue
                 if make_room():
@@ -186,21 +195,21 @@ def run(
                     raise
                 waiting.insert(0, last := active.pop())
                 engine.drop(last.sequence, engine.length(last.sequence))
-                fed[id(last)] = last.remembered()
-                again[id(last)] = len(fed[id(last)]) - last.begun
+                next_tokens[id(last)] = last.context_tokens()
+                recomputed[id(last)] = len(next_tokens[id(last)]) - last.prefilled_tokens
                 continue
-            for request, logits, guess in zip(active, found, guesses, strict=True):
-                yield from _told(engine, request, writers[id(request)], logits, guess, numbers[id(request)])
+            for request, logits, draft in zip(active, batch_logits, drafts, strict=True):
+                yield from _accept_drafts(engine, request, writers[id(request)], logits, draft, numbers[id(request)])
             finished = [r for r in active if r.finish_reason is not None]
             active = [r for r in active if r.finish_reason is None]
             for request in finished:
                 end(request, True)
             is_full = is_full and not finished
-            fed |= {id(r): r.tokens[-1:] for r in active}
+            next_tokens |= {id(r): r.tokens[-1:] for r in active}
             if waiting and (finished or not active):
                 active.append(waiting.pop(0))
     except GeneratorExit:
-        is_sound = True  # between two tokens
+        is_sound = True  # closed between two tokens
         raise
     finally:
         now = time.perf_counter()
@@ -208,56 +217,63 @@ def run(
             if request.finish_reason is None:
                 request.ended = now
             if request.sequence:
-                with suppress(InvalidArgumentError):  # an interruption came when it had just been removed
+                with suppress(InvalidArgumentError):  # interrupted just after the sequence was removed
                     end(request, is_sound)
 
 
-def _slide(engine: Engine, request: Request, window: int, given: list[int]) -> list[int]:
-    """What comes next into a sequence: the tokens given or, where they do not fit, the newer half of the window, which
-    is computed again, as its first token has the first position now."""
-    if engine.length(request.sequence) + len(given) <= window:
-        return given
-    kept = max(1, window // 2)
-    request.forgotten = len(request.prompt) + len(request.tokens) - kept
+def _slide(engine: Engine, request: Request, window: int, new_tokens: list[int]) -> list[int]:
+    """Return the tokens to append to a sequence: `new_tokens` or, if these do not fit, the newer half of its window.
+
+    That half is recomputed, as positions start anew with its first token.
+    """
+    if engine.length(request.sequence) + len(new_tokens) <= window:
+        return new_tokens
+    kept_count = max(1, window // 2)
+    request.forgotten = len(request.prompt) + len(request.tokens) - kept_count
     engine.drop(request.sequence, engine.length(request.sequence))
-    request.begun = kept
-    return request.remembered()
+    request.prefilled_tokens = kept_count
+    return request.context_tokens()
 
 
-def _guess(engine: Engine, request: Request, tokens: list[int], given: int, sequences: int) -> list[int]:
-    """What may follow all tokens, of which the last ones are given next; nothing behind a prompt alone."""
+def _propose_draft(engine: Engine, request: Request, tokens: list[int], appended: int, sequences: int) -> list[int]:
+    """Return draft tokens behind `tokens`, none behind a prompt alone.
+
+    `appended`: how many tokens the step appends before the draft; `sequences`: how many sequences it has.
+    """
     if request.drafter is None or not request.tokens:
         return []
-    room = request.limit - len(request.tokens) - 1  # the last token is not computed with
+    room = request.limit - len(request.tokens) - 1  # the last token is never appended
     if request.window is not None:
-        room = min(room, request.window - engine.length(request.sequence) - given)
+        room = min(room, request.window - engine.length(request.sequence) - appended)
     return request.drafter.propose(tokens, room, sequences) if room > 0 else []
 
 
-def _told(
-    engine: Engine, request: Request, writer: _Writer, logits: Array, guess: list[int], number: int
+def _accept_drafts(
+    engine: Engine, request: Request, writer: _Writer, logits: Array, draft: list[int], number: int
 ) -> Iterator[tuple[int, str]]:
-    """Choose the next tokens by logits [1 + guesses, vocab], up to the first that was not guessed; what may be shown
-    with each. Then, or where nobody asks for more, the sequence keeps the guesses that were right."""
-    right = 0
+    """Choose tokens by logits [1 + draft tokens, vocab] up to the first that differs from the draft; yield their text.
+
+    Finally, also if the generator is closed early, the rejected draft tokens are dropped from the sequence.
+    """
+    accepted = 0
     try:
         piece = writer.advance(logits[0])
         if piece:
             yield number, piece
-        for token, row in zip(guess, logits[1:], strict=True):
+        for token, row in zip(draft, logits[1:], strict=True):
             if request.finish_reason is not None or request.tokens[-1] != token:
                 break
-            right += 1
+            accepted += 1
             piece = writer.advance(row)
             if piece:
                 yield number, piece
     finally:
-        if guess:
-            engine.drop(request.sequence, len(guess) - right)
-            request.drafted += len(guess)
-            request.accepted += right
+        if draft:
+            engine.drop(request.sequence, len(draft) - accepted)
+            request.drafted += len(draft)
+            request.accepted += accepted
             assert request.drafter is not None
-            request.drafter.learn(len(guess), right)
+            request.drafter.learn(len(draft), accepted)
 
 
 class _Writer:
@@ -265,12 +281,12 @@ class _Writer:
 
     def __init__(self, tokenizer: Tokenizer, request: Request, name: str) -> None:
         self._request, self._name = request, name
-        self.tokens = list(request.prompt)  # and the new ones
+        self.tokens = list(request.prompt)  # prompt and generated tokens
         self._stream = TextStream(tokenizer, request.prompt)
         self._filter = StopFilter(request.stop)
 
     def advance(self, logits: Array) -> str:
-        """Choose the next token by logits [vocab]; what may be shown. Sets the finish reason."""
+        """Choose the next token by logits [vocab], set the finish reason, and return text to show."""
         r = self._request
         r.vocab = logits.size
         token = r.sampler.choose(logits, self.tokens, name=self._name)
@@ -301,9 +317,9 @@ class _Writer:
 
 
 class Stream:
-    """Pieces of text as they are made: strings, or (number of the prompt, string) for a list of prompts.
+    """An iterator of pieces of text: strings, or (number of the prompt, string) for a list of prompts.
 
-    `close()` ends it early; `results()` reads what is left and returns one Result per prompt.
+    `close()` ends generation; `results()` runs it to the end and returns one Result per prompt.
     """
 
     def __init__(
@@ -319,13 +335,15 @@ class Stream:
         return (number, piece) if self._is_list else piece
 
     def close(self) -> None:
+        """End generation."""
         self._events.close()
 
     def results(self) -> list[Result]:
+        """Run generation to the end and return one Result per prompt."""
         for _ in self._events:
             pass
         return [request.result() for request in self._requests]
 
     def result(self) -> Result:
-        """Of the only prompt."""
+        """Run generation to the end and return the Result of the only prompt."""
         return self.results()[0]

@@ -1,6 +1,6 @@
-"""`relaxlite.llm.load`: a compiled language model opened, or a checkpoint, which is compiled once and kept.
+"""Loading of language models: a compiled file, or a checkpoint, which is compiled once and cached.
 
-The compiler is imported only when something is compiled.
+The compiler is imported only if something is compiled.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def load(
     quantize: str | None = None,
     precision: str | None = None,
 ) -> LanguageModel:
-    """A language model from a file that `relaxlite compile` or `LanguageModel.save` wrote, a GGUF file, or a Hugging
-    Face folder.
+    """Load a language model from a compiled file, a GGUF file, or a Hugging Face folder.
 
-    A checkpoint is compiled for this processor when it is opened for the first time, with these options of
-    `relaxlite.llm.compile`, and again when it, an option or relaxlite has changed; what it compiles to is kept on disk
-    (`relaxlite cache` shows it), where the next process finds it and loads no compiler.
+    Compiled files are written by `relaxlite compile` and `LanguageModel.save`. A checkpoint is compiled for this
+    processor when it is loaded for the first time, with these options of `relaxlite.llm.compile`, and again when the
+    checkpoint, an option or relaxlite has changed; the result is cached on disk (`relaxlite cache` shows it), where the
+    next process loads it without the compiler.
 
-    `cache_bytes` bounds the cache of keys and values; `verify` checks every byte of the weights. Raises ArtifactError
-    when a compiled file is damaged or no language model, InvalidArgumentError for an option that it does not take, and
-    what `relaxlite.llm.compile` raises.
+    `cache_bytes` bounds the KV cache; `verify` checks every byte of the weights. Raises ArtifactError if a compiled
+    file is damaged or is no language model, InvalidArgumentError for options of compilation with a compiled file, and
+    the errors of `relaxlite.llm.compile`.
     """
-    given = {"max_context": max_context, "cache_dtype": cache_dtype, "quantize": quantize, "precision": precision}
-    options = {name: value for name, value in given.items() if value is not None}
+    all_options = {"max_context": max_context, "cache_dtype": cache_dtype, "quantize": quantize, "precision": precision}
+    options = {name: value for name, value in all_options.items() if value is not None}
     path = path_text(path)
     if not is_checkpoint(path):
         if options:

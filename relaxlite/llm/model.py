@@ -1,4 +1,4 @@
-"""`LanguageModel`: text in, text out. No compiler is imported here."""
+"""`LanguageModel`: text in, text out, without a compiler."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = "str | Sequence[int]"
 
-MAX_NEW_TOKENS = 256  # where the caller says nothing
-FOR_TOOLS = "tool_use"  # the name of the chat template that is meant where tools are given
-LOOKUP = "lookup"  # guesses that need no other model
-OVERFLOW = ("error", "slide")  # what happens where a reply does not fit into the context
-_OWN_OPTIONS = {"messages", "template", "self", "special_tokens"}
-_NO_PROMPTS = (bytes, Mapping, Set)  # though they can be iterated over
+MAX_NEW_TOKENS = 256  # default of max_new_tokens
+TOOL_TEMPLATE = "tool_use"  # name of the chat template for tools
+LOOKUP = "lookup"  # draft tokens by prompt lookup
+OVERFLOW = ("error", "slide")  # options for a reply that does not fit into the context
+_RESERVED_OPTIONS = {"messages", "template", "self", "special_tokens"}
+_NOT_PROMPTS = (bytes, Mapping, Set)  # iterable, but no prompts
 
 
 @dataclass(slots=True)
-class _Kept:
-    """The sequence of the last turn of a chat."""
+class _ChatSequence:
+    """The cached sequence of the last turn of a chat."""
 
     sequence: int
     tokens: list[int]
 
 
 class LanguageModel:
-    """A compiled language model with its tokenizer. Streams may run interleaved; threads take turns.
+    """A compiled language model with its tokenizer. Streams may be interleaved; concurrent calls are serialized.
 
     llm = relaxlite.llm.load("model.rlx")
     print(llm.generate("The capital of France is", max_new_tokens=8))
@@ -61,22 +61,22 @@ class LanguageModel:
         data: ExecutableData | None = None,
         capacity: int | None = None,
     ) -> None:
-        """`capacity`: the tokens that fit into the engine's memory, where that is bounded."""
+        """Use an engine. `capacity`: the number of tokens that fit into its cache, if that is bounded."""
         self.engine, self.tokenizer, self.description, self.data = engine, tokenizer, description, data
         self.context = engine.context if capacity is None else min(engine.context, capacity)
-        """How many tokens a sequence holds, prompt and reply together."""
-        self._kept: _Kept | None = None
+        """The maximum number of tokens of a sequence, prompt and reply together."""
+        self._kept: _ChatSequence | None = None
         self._turn = Turn()
-        self._drafts: WeakSet[LanguageModel] = WeakSet()  # whose vocabularies were compared, which takes a while
+        self._checked_drafts: WeakSet[LanguageModel] = WeakSet()  # whose vocabularies were compared, which is slow
 
     @staticmethod
     def of(
         data: ExecutableData, *, threads: int | None = None, cache_bytes: int = CACHE_BYTES, is_checked: bool = False
     ) -> LanguageModel:
-        """From a compiled model. `cache_bytes` bounds the cache of keys and values, which grows as it is needed;
-        `is_checked` as of an Executable.
+        """Make a language model of a compiled model.
 
-        ArtifactError: it is no language model, or damaged.
+        `cache_bytes` bounds the KV cache, which grows on demand; `is_checked`: as of `Executable`. Raises ArtifactError
+        if the model is damaged or is no language model.
         """
         missing = [name for name in (DESCRIPTION, TOKENIZER) if name not in data.attachments]
         if missing:
@@ -90,11 +90,11 @@ class LanguageModel:
         executable = Executable(data, threads=threads, is_checked=is_checked)
         engine = CompiledEngine(executable, max_bytes=int(cache_bytes))
         capacity = engine.cache.max_pages * engine.cache.layout.page
-        # The executable's data, not what it was made of: it may have copied the weights
+        # The executable's data, not `data`: it may have copied the weights.
         return LanguageModel(engine, tokenizer, description, data=executable.data, capacity=capacity)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model to one file, which `load` reads. Raises ArtifactError."""
+        """Write the model to one file, which `load` reads. Raises ArtifactError if that is not possible."""
         if self.data is None:
             raise ArtifactError(f"cannot save to {os.fspath(path)}: this model was not compiled from a checkpoint")
         artifact.save(self.data, path)
@@ -119,30 +119,29 @@ class LanguageModel:
         logits: bool = False,
         stream: bool = False,
     ) -> Any:
-        """What goes on from a prompt (text, or tokens): a Result; for a list of prompts, run as one batch, a list.
+        """Continue a prompt (text, or tokens): return a Result; for a list of prompts, run as one batch, a list.
 
-        max_new_tokens  default: 256, or what the context leaves
-        temperature, top_k, top_p, min_p, repetition_penalty, suppress_tokens
-                        see `Sampling`. Default: what the checkpoint says, else the likeliest token (temperature 0)
-        seed            of prompt k is seed + k, whatever stands beside it; None: another each time
-        stop            texts that end it, themselves not shown; `stop_tokens`: in place of the model's own
-        overflow        "error": InvalidArgumentError where max_new_tokens do not fit into the context; "slide": where
-                        it is full, its older half is forgotten (`Usage.forgotten_tokens` counts), and it goes on
-        draft           where guesses come from of how the text goes on, which a step checks along with its token: they
-                        make it faster where they are right, and do not change it. "lookup": what followed the same
-                        tokens before; another LanguageModel of the same vocabulary, a smaller one, never the model
-                        itself; None: no guesses
-        logprobs, logits  keep them in the result
-        stream          return a Stream of pieces of text instead
+          max_new_tokens  default: 256, or the room that the context has
+          temperature, top_k, top_p, min_p, repetition_penalty, suppress_tokens
+                          see `Sampling`; default: the checkpoint's, else greedy decoding (temperature 0)
+          seed            prompt k has seed + k, whatever the batch is; None: a new one for each call
+          stop            texts that end the reply, not shown themselves; `stop_tokens`: in place of the model's own
+          overflow        "error": InvalidArgumentError if max_new_tokens do not fit into the context; "slide": the
+                          older half of a full context is dropped, as `Usage.forgotten_tokens` counts
+          draft           source of draft tokens for speculative decoding, which is faster where they are right and
+                          does not change the text. "lookup": what followed the same tokens before; a smaller model
+                          of the same vocabulary, never the model itself; None: no draft tokens
+          logprobs, logits  return them in the Result
+          stream          return a Stream of pieces of text instead
 
-        Raises InvalidArgumentError for an empty prompt, one that does not fit into the context, and bad parameters.
+        Raises InvalidArgumentError for an empty prompt, one that does not fit into the context, and invalid parameters.
         """
         is_list, prompts = _prompts(prompt)
         return self._run(
             [self._encode(text) for text in prompts],
             is_list,
             stream=stream,
-            keeps=False,
+            keeps_sequence=False,
             max_new_tokens=max_new_tokens,
             sampling=self._sampling(
                 temperature=temperature,
@@ -182,17 +181,17 @@ class LanguageModel:
         template: str | None = None,
         template_options: dict[str, Any] | None = None,
     ) -> Any:
-        """The reply to a chat, a list of {"role": ..., "content": ...}: a Result, or a Stream as in `generate`.
+        """Reply to a chat, a list of {"role": ..., "content": ...}: return a Result, or a Stream as in `generate`.
 
-        The last chat stays in the cache: what the next one has in common with it is not computed again.
-        `template` takes the place of the model's own, `template_options` are its variables (`tools`, ...);
-        {"continue_final_message": True} has the reply go on with the last message.
-        InvalidArgumentError: the model has no template, or it refuses the messages; and as in `generate`.
+        The last chat stays in the cache; the next one reuses what they have in common. `template` replaces the model's
+        own chat template, `template_options` are variables of it (`tools`, ...); with {"continue_final_message": True}
+        the reply continues the last message. Raises InvalidArgumentError if the model has no template, or it refuses
+        the messages; and as in `generate`.
         """
         options = template_options or {}
         if (
             not isinstance(options, Mapping)
-            or _OWN_OPTIONS & options.keys()
+            or _RESERVED_OPTIONS & options.keys()
             or not all(isinstance(name, str) for name in options)
         ):
             raise InvalidArgumentError(
@@ -203,7 +202,7 @@ class LanguageModel:
             [tokens],
             False,
             stream=stream,
-            keeps=True,
+            keeps_sequence=True,
             max_new_tokens=max_new_tokens,
             sampling=self._sampling(
                 temperature=temperature,
@@ -223,13 +222,16 @@ class LanguageModel:
         )
 
     def encode_chat(self, messages: Iterable[Message], *, template: str | None = None, **options: Any) -> list[int]:
-        """The tokens of a chat, up to where the reply begins. `template`: text, or the name of one of the model's;
-        without it the one for tools, if `tools` are given and there is one, or the usual one."""
-        from relaxlite.llm.templates import render_chat  # with Jinja2, which no plain text needs
+        """Return the tokens of a chat, up to where the reply begins.
+
+        `template`: text, or the name of one of the model's templates; by default the one for tools if `tools` are given
+        and there is one, else the usual one.
+        """
+        from relaxlite.llm.templates import render_chat  # imports Jinja2, which plain text does not need
 
         named = self.description.other_templates
         if template is None and options.get("tools") is not None:
-            template = named.get(FOR_TOOLS)
+            template = named.get(TOOL_TEMPLATE)
         template = named.get(template or "", template) or self.description.chat_template
         if not template:
             raise InvalidArgumentError(
@@ -239,14 +241,15 @@ class LanguageModel:
         return self.tokenizer.encode(text, marks=False)
 
     def _encode(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         return [int(token) for token in prompt]
 
-    def _sampling(self, **given: Any) -> Sampling:
-        """Of what is not None, else of the checkpoint's defaults."""
-        chosen = {name: value for name, value in given.items() if value is not None}
-        return Sampling(**{**_defaults(self.description), **chosen})
+    def _sampling(self, **options: Any) -> Sampling:
+        """Make the sampling options: those that are not None, else the checkpoint's defaults."""
+        explicit = {name: value for name, value in options.items() if value is not None}
+        return Sampling(**{**_default_sampling(self.description), **explicit})
 
     def _run(
         self,
@@ -254,7 +257,7 @@ class LanguageModel:
         is_list: bool,
         *,
         stream: bool,
-        keeps: bool,
+        keeps_sequence: bool,
         max_new_tokens: int | None,
         sampling: Sampling,
         seed: int | None,
@@ -265,8 +268,9 @@ class LanguageModel:
         logprobs: bool,
         logits: bool,
     ) -> Any:
-        ends = self._stop_tokens(stop_tokens)
-        texts = _stop_strings(stop)
+        """Check options, and make and run requests."""
+        end_tokens = self._stop_tokens(stop_tokens)
+        stop_texts = _stop_strings(stop)
         if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool) or seed < 0):
             raise InvalidArgumentError(f"seed must be a whole number from 0, got {seed!r}")
         if overflow not in OVERFLOW:
@@ -282,32 +286,40 @@ class LanguageModel:
                 tokens,
                 limit,
                 Sampler(sampling, None if seed is None else int(seed) + k),
-                ends,
-                texts,
+                end_tokens,
+                stop_texts,
                 wants_logprobs=logprobs,
                 wants_logits=logits,
                 window=self.context if slides else None,
             )
             for k, (tokens, limit) in enumerate(zip(prompts, limits, strict=True))
         ]
-        pieces = Stream(self._events(requests, draft, keeps=keeps), requests, is_list)
+        pieces = Stream(self._events(requests, draft, keeps_sequence=keeps_sequence), requests, is_list)
         if stream:
             return pieces
         return pieces.results() if is_list else pieces.result()
 
-    def _events(self, requests: list[Request], draft: LanguageModel | str | None, *, keeps: bool) -> Any:
-        """The pieces of requests. Sequences are opened when the first piece is asked for."""
+    def _events(self, requests: list[Request], draft: LanguageModel | str | None, *, keeps_sequence: bool) -> Any:
+        """Yield the pieces of requests. Sequences are created when the first piece is requested."""
 
         def begin(request: Request) -> None:
-            if keeps:
-                self._take_kept(request)
+            if keeps_sequence:
+                self._take_chat_sequence(request)
             if not request.sequence:
                 request.sequence = self.engine.new()
             request.drafter = self._drafter(draft)
 
-        yield from run(self.engine, self.tokenizer, requests, begin, self._keep if keeps else self._remove, self.forget)
+        yield from run(
+            self.engine,
+            self.tokenizer,
+            requests,
+            begin,
+            self._store_chat_sequence if keeps_sequence else self._remove,
+            self.forget,
+        )
 
     def _check_draft(self, draft: LanguageModel | str | None) -> None:
+        """Raise InvalidArgumentError for an invalid source of draft tokens."""
         if draft is None or (isinstance(draft, str) and draft == LOOKUP):
             return
         if not isinstance(draft, LanguageModel):
@@ -317,16 +329,17 @@ class LanguageModel:
                 "draft: a model does not guess for itself, which takes room in its cache and no time off; give a "
                 f"smaller one, {LOOKUP!r} or None"
             )
-        if draft in self._drafts:
+        if draft in self._checked_drafts:
             return
         if not self.tokenizer.is_same(draft.tokenizer) or draft.engine.vocab != self.engine.vocab:
             raise InvalidArgumentError(
                 f"draft: {draft.description.name} has another vocabulary ({draft.engine.vocab} tokens) than "
                 f"{self.description.name} ({self.engine.vocab}), so that its guesses would mean something else"
             )
-        self._drafts.add(draft)
+        self._checked_drafts.add(draft)
 
     def _drafter(self, draft: LanguageModel | str | None) -> Drafter | None:
+        """Make the drafter of a request."""
         row_cost = self.description.row_cost
         if isinstance(draft, LanguageModel):
             return DraftModel(draft.engine, draft.weight_bytes / max(self.weight_bytes, 1), row_cost)
@@ -334,32 +347,33 @@ class LanguageModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all constants of the compiled model."""
+        """The size of all constants of the compiled model in bytes."""
         return sum(constant.nbytes for constant in self.data.constants) if self.data is not None else 0
 
-    def _stop_tokens(self, given: Iterable[int] | None) -> frozenset[int]:
-        if given is None:
+    def _stop_tokens(self, stop_tokens: Iterable[int] | None) -> frozenset[int]:
+        """Return the tokens that end a reply."""
+        if stop_tokens is None:
             return frozenset(self.description.stop)
-        if not hasattr(given, "__iter__"):
-            raise InvalidArgumentError(f"stop_tokens must be numbers of tokens, got {given!r}")
-        tokens = tuple(given)
+        if not hasattr(stop_tokens, "__iter__"):
+            raise InvalidArgumentError(f"stop_tokens must be numbers of tokens, got {stop_tokens!r}")
+        tokens = tuple(stop_tokens)
         for token in tokens:
             if not _is_token(token) or not 0 <= token < self.engine.vocab:
                 raise InvalidArgumentError(f"stop_tokens: {token!r} is not in the vocabulary of {self.engine.vocab}")
         return frozenset(map(int, tokens))
 
     def _limit(self, tokens: list[int], number: int | None, max_new_tokens: int | None, *, slides: bool) -> int:
-        """How many tokens may follow a prompt."""
-        what = "the prompt" if number is None else f"prompt {number}"
+        """Return the maximum number of new tokens behind a prompt."""
+        label = "the prompt" if number is None else f"prompt {number}"
         if not tokens:
-            raise InvalidArgumentError(f"{what} is empty")
-        bad = next((token for token in tokens if not 0 <= token < self.engine.vocab), None)
-        if bad is not None:
-            raise InvalidArgumentError(f"{what}: token {bad} is not in the vocabulary of {self.engine.vocab}")
+            raise InvalidArgumentError(f"{label} is empty")
+        invalid = next((token for token in tokens if not 0 <= token < self.engine.vocab), None)
+        if invalid is not None:
+            raise InvalidArgumentError(f"{label}: token {invalid} is not in the vocabulary of {self.engine.vocab}")
         room = self.context - len(tokens)
         if room < 1:
             raise InvalidArgumentError(
-                f"{what} has {len(tokens)} tokens, and the context holds {self.context}, of which the reply needs at "
+                f"{label} has {len(tokens)} tokens, and the context holds {self.context}, of which the reply needs at "
                 f"least one; shorten it{self._bound()}"
             )
         if max_new_tokens is None:
@@ -368,65 +382,73 @@ class LanguageModel:
             raise InvalidArgumentError(f"max_new_tokens must be a whole number from 1, got {max_new_tokens!r}")
         if max_new_tokens > room and not slides:
             raise InvalidArgumentError(
-                f"{what} has {len(tokens)} tokens, and max_new_tokens={max_new_tokens} more do not fit into the "
+                f"{label} has {len(tokens)} tokens, and max_new_tokens={max_new_tokens} more do not fit into the "
                 f"context of {self.context}; at most {room} do{self._bound()}; overflow='slide' forgets the oldest"
             )
         return int(max_new_tokens)
 
     def _bound(self) -> str:
-        """What to do where it is the cache that bounds the context."""
-        most = self.engine.context
-        return f", or give the cache more bytes: the model itself takes {most}" if self.context < most else ""
+        """Return the hint of an error message if the cache bounds the context."""
+        model_context = self.engine.context
+        return (
+            f", or give the cache more bytes: the model itself takes {model_context}"
+            if self.context < model_context
+            else ""
+        )
 
     # sequences
 
-    # A sequence belongs to a request or to what is kept of the last chat. It changes hands under the lock, by one
-    # statement that calls nothing, so that neither another thread nor an interruption comes between.
+    # A sequence is owned by a request or by `_kept`. Ownership changes under the lock in one statement without
+    # calls, so that neither another thread nor an interruption can come between.
 
-    def _take_kept(self, request: Request) -> None:
-        """Go on with the sequence of the last chat, if there is one, as far as it is the beginning of this one.
+    def _take_chat_sequence(self, request: Request) -> None:
+        """Continue the sequence of the last chat, as far as it is a prefix of the prompt.
 
-        Who uses the kept sequence takes it away, so that interleaved streams do not share it.
+        The request owns the sequence from then on, so that interleaved streams do not share it.
         """
         with self._turn.lock:
-            kept = self._kept
-            if kept is None:
+            stored = self._kept
+            if stored is None:
                 return
-            request.sequence, self._kept = kept.sequence, None
+            request.sequence, self._kept = stored.sequence, None
         common = 0
-        for a, b in zip(kept.tokens, request.prompt[:-1], strict=False):  # the last one is needed again: for its logits
+        for a, b in zip(
+            stored.tokens, request.prompt[:-1], strict=False
+        ):  # the last token is appended again, for its logits
             if a != b:
                 break
             common += 1
-        if len(kept.tokens) > common:
-            self.engine.drop(kept.sequence, len(kept.tokens) - common)
-            held = self.engine.held(kept.sequence)
-            self.engine.drop(kept.sequence, common - held)
-            common = held
+        if len(stored.tokens) > common:
+            self.engine.drop(stored.sequence, len(stored.tokens) - common)
+            cached = self.engine.held(stored.sequence)
+            self.engine.drop(stored.sequence, common - cached)
+            common = cached
         request.reused = common
 
-    def _keep(self, request: Request, is_sound: bool) -> None:
-        if not is_sound or request.forgotten:  # what is left does not begin as the next chat will
+    def _store_chat_sequence(self, request: Request, is_sound: bool) -> None:
+        """Store the sequence of a request for the next chat."""
+        if not is_sound or request.forgotten:  # a sequence that slid is no prefix of the next chat
             self._remove(request, is_sound)
             return
         written = [*request.prompt, *request.tokens][: self.engine.length(request.sequence)]
-        kept = _Kept(request.sequence, written)
+        stored = _ChatSequence(request.sequence, written)
         with self._turn.lock:
-            before, self._kept, request.sequence = self._kept, kept, 0
-        if before is not None:
-            self.engine.remove(before.sequence)
+            previous, self._kept, request.sequence = self._kept, stored, 0
+        if previous is not None:
+            self.engine.remove(previous.sequence)
 
     def _remove(self, request: Request, is_sound: bool) -> None:
+        """Remove the sequence of a request."""
         self.engine.remove(request.sequence)
         request.sequence = 0
 
     def forget(self) -> bool:
-        """Give the memory of the last chat back; says whether there was any."""
+        """Free the memory of the last chat; return whether there was any."""
         with self._turn.lock:
-            kept, self._kept = self._kept, None
-        if kept is not None:
-            self.engine.remove(kept.sequence)
-        return kept is not None
+            stored, self._kept = self._kept, None
+        if stored is not None:
+            self.engine.remove(stored.sequence)
+        return stored is not None
 
     def __repr__(self) -> str:
         d = self.description
@@ -440,10 +462,9 @@ def load(
     cache_bytes: int = CACHE_BYTES,
     verify: bool = False,
 ) -> LanguageModel:
-    """A language model from a file that `relaxlite compile` or `LanguageModel.save` wrote.
+    """Load a language model that `relaxlite compile` or `LanguageModel.save` wrote.
 
-    `cache_bytes` bounds the cache of keys and values. ArtifactError says what is wrong with the file; `verify` checks
-    every byte of the weights.
+    `cache_bytes` bounds the KV cache; `verify` checks every byte of the weights. Raises ArtifactError.
     """
     data = artifact.load(path, verify=verify)
     try:
@@ -453,10 +474,10 @@ def load(
 
 
 def _prompts(prompt: Any) -> tuple[bool, list[Prompt]]:
-    """Whether there are several, and they."""
+    """Return whether a prompt is a list of prompts, and all prompts."""
     if isinstance(prompt, str):
         return False, [prompt]
-    if not hasattr(prompt, "__iter__") or isinstance(prompt, _NO_PROMPTS) or _ndim(prompt) == 0:
+    if not hasattr(prompt, "__iter__") or isinstance(prompt, _NOT_PROMPTS) or _ndim(prompt) == 0:
         raise InvalidArgumentError(f"a prompt is text or a list of tokens, got {type(prompt).__name__}")
     items: list[Any] = [list(item) if hasattr(item, "__next__") else item for item in prompt]
     if items and all(map(_is_token, items)):
@@ -464,14 +485,14 @@ def _prompts(prompt: Any) -> tuple[bool, list[Prompt]]:
     if not items:
         raise InvalidArgumentError("there is no prompt: the list is empty")
     for k, item in enumerate(items):
-        is_tokens = hasattr(item, "__iter__") and not isinstance(item, _NO_PROMPTS) and _ndim(item) > 0
+        is_tokens = hasattr(item, "__iter__") and not isinstance(item, _NOT_PROMPTS) and _ndim(item) > 0
         if not isinstance(item, str) and not (is_tokens and all(map(_is_token, item))):
             raise InvalidArgumentError(f"prompt {k} is {item!r}; a prompt is text or a list of tokens")
     return True, items
 
 
 def _ndim(value: Any) -> int:
-    """Of an array; 1 of what is none."""
+    """Return the rank of an array, 1 for other objects."""
     return int(getattr(value, "ndim", 1))
 
 
@@ -480,6 +501,7 @@ def _is_token(value: object) -> bool:
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the texts that end a reply, checked."""
     texts: tuple[Any, ...] = (stop,) if isinstance(stop, str) or not hasattr(stop, "__iter__") else tuple(stop)
     for text in texts:
         if not isinstance(text, str) or not text:
@@ -487,12 +509,12 @@ def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     return texts
 
 
-def _defaults(description: Description) -> dict[str, Any]:
-    """What the checkpoint says about sampling: all of it where it says that tokens are sampled."""
-    said = dict(description.generation)
+def _default_sampling(description: Description) -> dict[str, Any]:
+    """Return the checkpoint's sampling options; without a temperature unless it enables sampling."""
+    generation = dict(description.generation)
     names = {field.name for field in fields(Sampling)}
-    values = {name: value for name, value in said.items() if name in names and value is not None}
-    if not said.get("do_sample"):
+    values = {name: value for name, value in generation.items() if name in names and value is not None}
+    if not generation.get("do_sample"):
         values.pop("temperature", None)
     elif "temperature" not in values:
         values["temperature"] = 1.0

@@ -1,10 +1,10 @@
-"""From logits to the next token, in NumPy.
+"""Sampling: from logits to the next token, in NumPy.
 
-The steps and their order are those of transformers: repetition penalty, tokens that must not come, then, where sampled,
-temperature, top-k, top-p, min-p. A token that a step removes takes no part in the next ones.
+The filters and their order are those of transformers: repetition penalty, suppressed tokens; then, if tokens are
+sampled, temperature, top-k, top-p, min-p. A token that a filter removes is ignored by the next ones.
 
-A vocabulary is large beside what is likely in it, so nothing is sorted or widened to float64 before few tokens are
-left: 49,152 logits take 0.06 to 0.1 ms so, and 0.5 to 1 ms otherwise, where SmolLM2-135M takes 3 ms for a token.
+Few tokens of a vocabulary are likely, so nothing is sorted or converted to float64 before few tokens are left
+(docs/measurements/llm.md).
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-_ROWS = 32  # of a vocabulary as a matrix, whose columns each have a largest number
-_LIKELY = 64  # tokens among which top-p looks for all of its own at first
-_MORE = 8  # times as many it looks at then
-_BLOCK = 512  # tokens whose probabilities are summed up together
-_TEMPERATURES = 1e-6, 1e6  # between which float32 divides well by them
+_ROWS = 32  # of the matrix that a vocabulary is reshaped to, to find maxima of its columns
+_FIRST_CANDIDATES = 64  # initial number of candidates of top-p
+_CANDIDATES_GROWTH = 8  # growth of the number of candidates
+_BLOCK = 512  # tokens per partial sum
+_TEMPERATURES = 1e-6, 1e6  # range of temperatures for which float32 is precise enough
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. The defaults take the likeliest one.
+    """Options of sampling. The defaults are greedy decoding.
 
-    temperature         divides the logits; 0: the likeliest token, whatever the filters below say
-    top_k               only the k likeliest tokens (and their equals); 0: all
+    temperature         divides the logits; 0: greedy decoding, whatever the filters below are
+    top_k               only the k likeliest tokens (and ties); 0: all
     top_p               only the likeliest tokens whose probabilities first sum to p (Holtzman et al., arXiv 1904.09751)
     min_p               only tokens at least p times as likely as the likeliest (Nguyen et al., arXiv 2407.01082)
     repetition_penalty  divides positive logits of tokens that occurred, multiplies others (Keskar et al., 1909.05858)
-    suppress_tokens     that never come; those that the vocabulary does not have are none
+    suppress_tokens     tokens that are never chosen; tokens outside of the vocabulary are ignored
 
-    InvalidArgumentError for values out of range.
+    Raises InvalidArgumentError for values out of range.
     """
 
     temperature: float = 0.0
@@ -65,15 +65,16 @@ class Sampling:
         object.__setattr__(self, "suppress_tokens", _tokens(self.suppress_tokens))
 
 
-def _tokens(given: object) -> tuple[int, ...]:
-    result = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-    if not all(isinstance(token, Integral) and not isinstance(token, bool) and int(token) >= 0 for token in result):
-        raise InvalidArgumentError(f"suppress_tokens must be numbers of tokens, got {given!r}")
-    return tuple(dict.fromkeys(int(token) for token in result))
+def _tokens(tokens: object) -> tuple[int, ...]:
+    """Return token ids as a tuple without duplicates."""
+    items = tuple(tokens) if isinstance(tokens, Iterable) and not isinstance(tokens, str) else (tokens,)
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) and int(token) >= 0 for token in items):
+        raise InvalidArgumentError(f"suppress_tokens must be numbers of tokens, got {tokens!r}")
+    return tuple(dict.fromkeys(int(token) for token in items))
 
 
 def _number(name: str, value: object, low: float, high: float, *, is_open: bool = False) -> float:
-    """Of a fraction or one of NumPy's numbers, too."""
+    """Convert a real number (int, fraction, NumPy scalar) to float, and check its range."""
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
@@ -85,22 +86,23 @@ def _number(name: str, value: object, low: float, high: float, *, is_open: bool 
 
 
 class Sampler:
-    """Chooses the tokens of one sequence. Equal seeds, logits and tokens give equal choices."""
+    """Chooses the tokens of one sequence, reproducibly for equal seeds, logits and tokens."""
 
     def __init__(self, sampling: Sampling, seed: int | None = None) -> None:
         self.sampling, self._seed = sampling, seed
 
     @cached_property
     def _random(self) -> np.random.Generator:
-        """Made with the first draw: who takes the likeliest token needs neither NumPy's generators nor OpenSSL, which
-        they bring along (5 MB)."""
+        """The generator, made lazily: greedy decoding needs neither NumPy's generators nor OpenSSL and their memory."""
         return np.random.default_rng(self._seed)
 
     def choose(self, logits: Array, tokens: Sequence[int], *, name: str = "the sequence") -> int:
-        """The token behind `tokens`, by logits [vocab]. ExecutionError, which names the sequence, where those hold NaN
-        or nothing finite."""
-        how = self.sampling
-        best = int(np.argmax(logits))  # NaN counts as the largest
+        """Choose the token behind `tokens` by logits [vocab].
+
+        Raises ExecutionError, which names the sequence, for NaN and for logits that are all infinite.
+        """
+        options = self.sampling
+        best = int(np.argmax(logits))  # argmax takes NaN for the maximum
         if not math.isfinite(logits[best]):
             bad = np.flatnonzero(~np.isfinite(logits))
             raise ExecutionError(
@@ -108,31 +110,33 @@ class Sampler:
                 f"{logits.size}, the first for token {bad[0]}; are the weights damaged (load with verify=True, or "
                 "`relaxlite inspect --verify`), or keys and values too large for a cache of float16 (cache_dtype)?"
             )
-        scores = without(penalized(logits, tokens, how.repetition_penalty), how.suppress_tokens)
-        if how.temperature == 0:
+        scores = mask_tokens(penalized(logits, tokens, options.repetition_penalty), options.suppress_tokens)
+        if options.temperature == 0:
             return best if scores is logits else _likeliest(scores, name)
-        if how.suppress_tokens:
+        if options.suppress_tokens:
             _likeliest(scores, name)
-        places, weights = candidates(scores, how)
+        indices, weights = candidates(scores, options)
         at = drawn(weights, self._random.random())
-        return at if places is None else int(places[at])
+        return at if indices is None else int(indices[at])
 
 
 def penalized(scores: Array, tokens: Sequence[int], penalty: float) -> Array:
-    """Scores [vocab] with those of tokens that occurred made less likely (more, where penalty < 1)."""
+    """Apply the repetition penalty to scores [vocab]; a penalty below 1 makes repetition likelier."""
     if penalty == 1.0 or not len(tokens):
         return scores
     scores = scores.copy()
     seen = np.unique(np.asarray(tokens))
-    wide = scores[seen].astype(np.float64)
-    most = float(np.finfo(scores.dtype).max)
+    seen_scores = scores[seen].astype(np.float64)
+    max_score = float(np.finfo(scores.dtype).max)
     with np.errstate(over="ignore"):
-        scores[seen] = np.clip(np.where(wide < 0, wide * penalty, wide / penalty), -most, most)
+        scores[seen] = np.clip(
+            np.where(seen_scores < 0, seen_scores * penalty, seen_scores / penalty), -max_score, max_score
+        )
     return scores
 
 
-def without(scores: Array, tokens: Sequence[int]) -> Array:
-    """Scores [vocab] of which those of some tokens are -inf."""
+def mask_tokens(scores: Array, tokens: Sequence[int]) -> Array:
+    """Set the scores [vocab] of some tokens to -inf."""
     known = [token for token in tokens if token < scores.size]
     if not known:
         return scores
@@ -142,6 +146,7 @@ def without(scores: Array, tokens: Sequence[int]) -> Array:
 
 
 def _likeliest(scores: Array, name: str) -> int:
+    """Return the token of highest score. Raises ExecutionError if all scores are -inf."""
     result = int(np.argmax(scores))
     if scores[result] == -np.inf:
         raise ExecutionError(f"{name}: suppress_tokens leave no token that could come next")
@@ -149,40 +154,45 @@ def _likeliest(scores: Array, name: str) -> int:
 
 
 def candidates(scores: Array, how: Sampling) -> tuple[Array | None, Array]:
-    """The tokens that may come next, ascending (None: all), and how likely each is beside the likeliest, which is 1.
-    `how.temperature` > 0."""
-    places: Array | None = None
+    """Apply top-k, top-p and min-p to scores [vocab], with how.temperature > 0.
+
+    Return the remaining tokens, ascending (None: all), and their probabilities relative to the likeliest token.
+    """
+    indices: Array | None = None
     if 0 < how.top_k < scores.size:
-        upper = _largest(scores, how.top_k)
-        some = scores[upper]
-        places = upper[some >= np.partition(some, some.size - how.top_k)[some.size - how.top_k]]
-        scores = scores[places].astype(np.float64)
+        top = _largest(scores, how.top_k)
+        top_scores = scores[top]
+        indices = top[top_scores >= np.partition(top_scores, top_scores.size - how.top_k)[top_scores.size - how.top_k]]
+        scores = scores[indices].astype(np.float64)
     weights = _weights(scores, how.temperature)
     if how.top_p < 1.0:
         kept = _nucleus(weights, how.top_p)
-        places, scores = kept if places is None else places[kept], scores[kept].astype(np.float64)
+        indices, scores = kept if indices is None else indices[kept], scores[kept].astype(np.float64)
         weights = _weights(scores, how.temperature)
     if how.min_p > 0.0:
-        kept = np.flatnonzero(weights >= how.min_p * (1 - 1e-5))  # some more, as float32 rounds
+        kept = np.flatnonzero(weights >= how.min_p * (1 - 1e-5))  # with a margin for the rounding of float32
         exact = _weights(scores[kept].astype(np.float64), how.temperature)
         are_likely = exact >= how.min_p
         kept, weights = kept[are_likely], exact[are_likely]
-        places = kept if places is None else places[kept]
-    return places, weights
+        indices = kept if indices is None else indices[kept]
+    return indices, weights
 
 
 def _weights(scores: Array, temperature: float) -> Array:
-    """1 for the largest."""
+    """Return probabilities relative to the highest score's, which is 1."""
     if not _TEMPERATURES[0] <= temperature <= _TEMPERATURES[1]:
         scores = scores.astype(np.float64)
     with np.errstate(over="ignore"):
-        array: Array = np.exp((scores - scores.max()) / temperature)  # what overflows cannot come
+        array: Array = np.exp((scores - scores.max()) / temperature)  # an overflow is -inf, of probability 0
     return array
 
 
 def _largest(numbers: Array, count: int) -> Array:
-    """Where the largest of some numbers are, ascending, at least `count`, with all their equals: so many columns of a
-    matrix of all of them have a number no smaller than the least of theirs."""
+    """Return the ascending indices of at least the `count` largest numbers, with all ties.
+
+    The threshold is the `count`-th largest column maximum of a matrix of the numbers, which at least `count` numbers
+    reach.
+    """
     columns = numbers.size // _ROWS
     if count >= columns:
         return np.arange(numbers.size)
@@ -191,51 +201,51 @@ def _largest(numbers: Array, count: int) -> Array:
 
 
 def _nucleus(weights: Array, p: float) -> Array:
-    """Where the likeliest are, ascending, up to and with the one at which their sum reaches p of all."""
-    wanted, count = p * float(_sums(weights)[-1]), _LIKELY
+    """Return the ascending indices of the likeliest tokens whose weights first sum to p of the total."""
+    wanted, count = p * float(_sums(weights)[-1]), _FIRST_CANDIDATES
     while True:
-        upper = _largest(weights, count)
-        some = weights[upper].astype(np.float64)
-        if upper.size == weights.size or some.sum() >= wanted:
+        top = _largest(weights, count)
+        top_weights = weights[top].astype(np.float64)
+        if top.size == weights.size or top_weights.sum() >= wanted:
             break
-        count *= _MORE
-    ordered = np.sort(some)[::-1]
-    before = np.cumsum(ordered) - ordered
-    kept = max(1, int(np.count_nonzero(before < wanted)))
-    least = ordered[kept - 1]
-    above = np.flatnonzero(some > least)
-    equal = np.flatnonzero(some == least)[: kept - above.size]
-    return np.asarray(upper[np.sort(np.concatenate([above, equal]))])
+        count *= _CANDIDATES_GROWTH
+    ordered = np.sort(top_weights)[::-1]
+    preceding = np.cumsum(ordered) - ordered
+    kept_count = max(1, int(np.count_nonzero(preceding < wanted)))
+    min_weight = ordered[kept_count - 1]
+    above = np.flatnonzero(top_weights > min_weight)
+    equal = np.flatnonzero(top_weights == min_weight)[: kept_count - above.size]
+    return np.asarray(top[np.sort(np.concatenate([above, equal]))])
 
 
 def _sums(weights: Array) -> Array:
-    """Of all weights up to the end of each block, and of those behind the last one, float64."""
+    """Return cumulative sums of weights at the end of each block, and of the rest, float64."""
     blocks = weights.size // _BLOCK
-    whole = weights[: blocks * _BLOCK].reshape(blocks, _BLOCK).sum(axis=1)
-    return np.cumsum(np.append(whole, weights[blocks * _BLOCK :].sum()), dtype=np.float64)
+    block_sums = weights[: blocks * _BLOCK].reshape(blocks, _BLOCK).sum(axis=1)
+    return np.cumsum(np.append(block_sums, weights[blocks * _BLOCK :].sum()), dtype=np.float64)
 
 
 def drawn(weights: Array, number: float) -> int:
-    """The place that a number from 0 to 1 (excluded) falls on, each place being as wide as its weight."""
+    """Return the index whose interval contains `number` from [0, 1), intervals being proportional to weights."""
     sums = _sums(weights)
     wanted = number * sums[-1]
     block = min(int(np.searchsorted(sums, wanted, side="right")), len(sums) - 1)
-    some = weights[block * _BLOCK : (block + 1) * _BLOCK]
+    block_weights = weights[block * _BLOCK : (block + 1) * _BLOCK]
     inside = max(wanted - sums[block - 1] if block else wanted, 0.0)
-    at = int(np.searchsorted(np.cumsum(some, dtype=np.float64), inside, side="right"))
-    if at == some.size:  # sums of blocks round otherwise
-        at = int(np.flatnonzero(some)[-1])
+    at = int(np.searchsorted(np.cumsum(block_weights, dtype=np.float64), inside, side="right"))
+    if at == block_weights.size:  # the sums of blocks round differently
+        at = int(np.flatnonzero(block_weights)[-1])
     return block * _BLOCK + at
 
 
 def softmax(scores: Array) -> Array:
-    """Probabilities of scores [n]."""
+    """Return the probabilities of scores [n]."""
     powers = np.exp(scores - scores.max())
     return powers / powers.sum()
 
 
 def log_probability(logits: Array, token: int) -> float:
-    """Of a token by the model itself: before penalty, temperature and filters."""
-    wide = logits.astype(np.float64)
-    largest = wide.max()
-    return float(wide[token] - largest - np.log(np.exp(wide - largest).sum()))
+    """Return the model's log probability of a token, before penalty, temperature and filters."""
+    scores = logits.astype(np.float64)
+    largest = scores.max()
+    return float(scores[token] - largest - np.log(np.exp(scores - largest).sum()))

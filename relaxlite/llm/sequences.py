@@ -1,7 +1,7 @@
-"""What an engine's sequences are made of: what a cache holds of them, or, where it holds states, the tokens told to it.
+"""Sequences of an engine over a KV cache, with or without recurrent states.
 
-A state cannot be cut back anywhere. The tokens behind the one that a sequence is cut back to are *owed*: they are
-computed again with the next ones.
+A state cannot be truncated to an arbitrary token. If a sequence ends behind the last stored state, the tokens between
+are not cached (`CachedSequences.owed`): they are recomputed along with the next ones.
 """
 
 from __future__ import annotations
@@ -14,36 +14,41 @@ from relaxlite.runtime.kv_cache import KVCache
 
 
 class CachedSequences:
-    """Of a cache that can be cut back anywhere. Not for several threads at once."""
+    """Sequences of a cache that can be truncated anywhere. Not thread-safe."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
 
     def new(self) -> int:
+        """Create an empty sequence."""
         return self._cache.new()
 
     def fork(self, sequence: int, length: int | None) -> int:
+        """Create a sequence of the first `length` tokens of another one (None: all)."""
         return self._cache.fork(sequence, length)
 
     def drop(self, sequence: int, count: int) -> None:
+        """Remove the last `count` tokens of a sequence."""
         self._cache.drop(sequence, count)
 
     def remove(self, sequence: int) -> None:
+        """Remove a sequence."""
         self._cache.remove(sequence)
 
     def length(self, sequence: int) -> int:
+        """Return the number of tokens of a sequence."""
         return self._cache.length(sequence)
 
     def owed(self, sequence: int) -> Sequence[int]:
-        """The tokens that come before the next ones and that the cache does not have."""
+        """Return the tokens of a sequence that the cache lacks."""
         return ()
 
     def extend(self, sequence: int, tokens: Sequence[int]) -> None:
-        """These are about to follow what the cache has."""
+        """Record tokens that are about to follow the cached ones."""
 
 
 class ReplayedSequences(CachedSequences):
-    """All tokens of each sequence, of which a cache with states has the first ones."""
+    """Sequences of a cache with states: all tokens are recorded, of which the cache has the first ones."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(cache)
@@ -56,9 +61,9 @@ class ReplayedSequences(CachedSequences):
 
     def fork(self, sequence: int, length: int | None) -> int:
         tokens = self.tokens(sequence)
-        kept = tokens if length is None else tokens[: _checked(tokens, sequence, length, "fork")]
-        result = super().fork(sequence, min(len(kept), self._cache.length(sequence)))
-        self._tokens[result] = kept
+        forked = tokens if length is None else tokens[: _checked(tokens, sequence, length, "fork")]
+        result = super().fork(sequence, min(len(forked), self._cache.length(sequence)))
+        self._tokens[result] = forked
         return result
 
     def drop(self, sequence: int, count: int) -> None:
@@ -66,7 +71,7 @@ class ReplayedSequences(CachedSequences):
         self.cut_back(sequence, tokens[: len(tokens) - _checked(tokens, sequence, count, "drop")])
 
     def cut_back(self, sequence: int, tokens: Sequence[int]) -> None:
-        """To these tokens, of which the cache has the first ones, or all and more."""
+        """Truncate a sequence to `tokens`, of which the cache has a prefix, or all and more."""
         super().drop(sequence, max(0, self._cache.length(sequence) - len(tokens)))
         self._tokens[sequence] = list(tokens)
 
@@ -78,6 +83,7 @@ class ReplayedSequences(CachedSequences):
         return len(self._of(sequence))
 
     def tokens(self, sequence: int) -> list[int]:
+        """Return a copy of the tokens of a sequence."""
         return self._of(sequence)[:]
 
     def owed(self, sequence: int) -> Sequence[int]:
@@ -87,13 +93,14 @@ class ReplayedSequences(CachedSequences):
         self._of(sequence)[self._cache.length(sequence) :] = tokens
 
     def _of(self, sequence: int) -> list[int]:
-        token = self._tokens.get(sequence)
-        if token is None:
+        tokens = self._tokens.get(sequence)
+        if tokens is None:
             raise InvalidArgumentError(f"there is no sequence {sequence}")
-        return token
+        return tokens
 
 
-def _checked(tokens: Sequence[int], sequence: int, count: int, what: str) -> int:
+def _checked(tokens: Sequence[int], sequence: int, count: int, action: str) -> int:
+    """Return a number of tokens. Raises InvalidArgumentError if a sequence has fewer."""
     if not isinstance(count, Integral) or not 0 <= count <= len(tokens):
-        raise InvalidArgumentError(f"sequence {sequence} has {len(tokens)} tokens, not {count} to {what}")
+        raise InvalidArgumentError(f"sequence {sequence} has {len(tokens)} tokens, not {count} to {action}")
     return int(count)

@@ -1,4 +1,4 @@
-"""Arguments of a step (frontend/llm/step.py) to validate it with: random ones would name pages that are not there."""
+"""Sample arguments for the validation of a step (frontend/llm/step.py): random ones would be no valid pages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from relaxlite.records import dataclass
 from relaxlite.runtime.kv_cache import KVCache
 from relaxlite.runtime.state_slots import STATES_PER_SEQUENCE
 
-# Tokens that sequences have, and that each gets: a first token; prompts; a reply, guesses and a prompt, with more rows
-# in all than few, and a context of more than a page
+# Lengths of sequences, and numbers of new tokens: a first token; prompts; a reply, draft tokens and a prompt, with many
+# rows in total and a context of several pages
 _STEPS = (((0,), (1,)), ((0, 0), (7, 3)), ((70, 9, 20), (1, 4, 20)))
 
 
 def step_samples(module: IRModule, seed: int = 0) -> dict[str, list[tuple[Array, ...]]]:
-    """Some calls of each function, with tokens, keys and values that are random, as a cache describes them."""
+    """Make calls of each function, with random tokens, keys and values, as a cache describes them."""
     calls = _calls(module, seed)
     result = {"main": [call.arguments(True) for call in calls]}
     return result | {name: [call.arguments(False) for call in calls] for name in entry_points(module)[1:]}
@@ -28,7 +28,9 @@ def step_samples(module: IRModule, seed: int = 0) -> dict[str, list[tuple[Array,
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    inputs: tuple[Array, ...]  # tokens and where they belong
+    """The arguments of a step."""
+
+    inputs: tuple[Array, ...]  # tokens, and their description by the cache
     wanted: Array  # tokens whose logits "main" gives
     pools: tuple[Array, ...]
 
@@ -42,18 +44,18 @@ def _calls(module: IRModule, seed: int) -> list[_Call]:
     assert isinstance(main, Function)
     signature = signature_of(main)
     vocab = int(signature.outputs[0].shape[-1])
-    context, most = _fact(module, "context"), _fact(module, "step_tokens")
+    context, max_tokens = _fact(module, "context"), _fact(module, "step_tokens")
     layout, result = layout_of(signature.inputs, _fact(module, "attention_block")), []
     for lengths, counts in _STEPS:
-        if sum(counts) > most or max(map(sum, zip(lengths, counts, strict=True))) > context:
+        if sum(counts) > max_tokens or max(map(sum, zip(lengths, counts, strict=True))) > context:
             continue
         pages = sum(-(-(length + count) // layout.page) for length, count in zip(lengths, counts, strict=True))
         states = STATES_PER_SEQUENCE * len(lengths) * layout.state_bytes
         cache = KVCache(layout, max_bytes=pages * layout.page_bytes + states)
         sequences = [cache.new() for _ in lengths]
-        there, new = (list(zip(sequences, given, strict=True)) for given in (lengths, counts))
-        cache.reserve(there)
-        cache.commit(there)
+        past, new = (list(zip(sequences, counts_of, strict=True)) for counts_of in (lengths, counts))
+        cache.reserve(past)
+        cache.commit(past)
         cache.reserve(new)
         inputs = cache.describe([(sequence, 0, count) for sequence, count in new])
         ends = np.cumsum(counts)
@@ -64,10 +66,11 @@ def _calls(module: IRModule, seed: int) -> list[_Call]:
 
 
 def _random(rng: np.random.Generator, pool: Array) -> Array:
+    """Return random contents of a pool."""
     if pool.dtype == np.int8:
         return np.asarray(rng.integers(-127, 128, pool.shape), np.int8)
     result = rng.standard_normal(pool.shape)
-    is_scale = pool.shape[-1] == 1  # of codes
+    is_scale = pool.shape[-1] == 1  # of int8 codes
     return np.asarray(np.abs(result) / 100 if is_scale else result).astype(pool.dtype)
 
 

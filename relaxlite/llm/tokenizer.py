@@ -1,4 +1,4 @@
-"""Text to tokens and back, by the `tokenizers` library, which is imported here alone."""
+"""Tokenizer: text to tokens and back, by the `tokenizers` library, which is imported by this module only."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from relaxlite.runtime.memory import trim_heap
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-_REPLACEMENT = "\ufffd"  # what bytes become that are no UTF-8 (yet)
-_LONGEST = 4  # bytes of a character in UTF-8, each of which may be a token
-_END = 4 * _LONGEST  # tokens: what follows them reads alike, whatever bytes that make no characters are before them
+_REPLACEMENT = "\ufffd"  # what invalid or incomplete UTF-8 is decoded to
+_MAX_CHARACTER_BYTES = 4  # bytes of a UTF-8 character, each of which may be a token
+# tokens behind which decoding does not depend on invalid bytes before them
+_PENDING_TAIL = 4 * _MAX_CHARACTER_BYTES
 
 
 class Tokenizer:
-    """`json` is the library's own format; `bos` starts each text where `adds_bos`.
+    """A tokenizer of the `tokenizers` library, given as `json` in its own format.
 
-    It is read with the first text: who gives and takes tokens needs neither the time nor the memory (30 MB for 49,152
-    tokens). ArtifactError says then that it cannot be read.
+    `bos` precedes each text if `adds_bos`. The JSON is parsed when the first text is encoded or decoded, as generation
+    from tokens to tokens needs neither the time nor the memory; it raises ArtifactError then if it is malformed.
     """
 
     def __init__(self, json: str | bytes, *, bos: int | None = None, adds_bos: bool = False) -> None:
         self._json = json
         self.start = [bos] if adds_bos and bos is not None else []
-        """The tokens that begin each text, where the model wants any."""
+        """The tokens that precede each text: BOS or none."""
 
     @cached_property
     def _library(self) -> Library:
@@ -37,52 +38,54 @@ class Tokenizer:
             result = Library.from_buffer(self._json.encode() if isinstance(self._json, str) else self._json)
         except Exception as error:  # the library raises Exception itself
             raise ArtifactError(f"the tokenizer cannot be read: {error}") from error
-        result.no_truncation()  # a file may say how a training cut its texts, or filled them up
+        result.no_truncation()  # a file may have the truncation and padding of its training
         result.no_padding()
         trim_heap()
         return result
 
     def check(self) -> None:
-        """Read it now. ArtifactError: it cannot be."""
+        """Parse the JSON now. Raises ArtifactError if it is malformed."""
         _ = self._library
 
     @property
     def size(self) -> int:
+        """The size of the vocabulary with added tokens."""
         return self._library.get_vocab_size(with_added_tokens=True)
 
     def is_same(self, other: Tokenizer) -> bool:
-        """Whether tokens mean the same to another tokenizer."""
+        """Return whether another tokenizer has the same vocabulary."""
         return self._json == other._json or self._library.get_vocab() == other._library.get_vocab()
 
     @cached_property
     def _special(self) -> frozenset[str]:
         return frozenset(token.content for token in self._library.get_added_tokens_decoder().values() if token.special)
 
-    def is_silent(self, token: int) -> bool:
-        """Whether texts are the same without a token: a special one, or one that the vocabulary lacks."""
+    def has_no_text(self, token: int) -> bool:
+        """Return whether a token has no text: a special token, or one outside of the vocabulary."""
         name = self._library.id_to_token(token)
         return name is None or name in self._special
 
     def encode(self, text: str, *, marks: bool = True) -> list[int]:
-        """Tokens of a text. `marks`: with those that the model wants around every text; a chat template writes its own.
+        """Return the tokens of a text.
 
-        InvalidArgumentError for text that UTF-8 does not have (single surrogates).
+        `marks`: add the special tokens around a text that the model expects; chat templates write their own. Raises
+        InvalidArgumentError for text that is not valid Unicode (lone surrogates).
         """
         try:
             tokens = self._library.encode(text, add_special_tokens=marks).ids
-        except (UnicodeEncodeError, TypeError) as error:  # TypeError: as versions of the library before 0.22 and since
+        except (UnicodeEncodeError, TypeError) as error:  # one in versions of the library before 0.22, the other since
             if not isinstance(text, str):
                 raise InvalidArgumentError(f"a text must be a string, got {type(text).__name__}") from error
             raise InvalidArgumentError(f"the text is not valid Unicode: {lone_surrogate(text)}") from error
         return [*self.start, *tokens] if marks and tokens[: len(self.start)] != self.start else tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of tokens without special ones; invalid UTF-8 becomes U+FFFD."""
         return self._library.decode(list(tokens), skip_special_tokens=True)
 
 
 def lone_surrogate(text: str) -> str:
-    """What UTF-8 does not have in a text; "" if there is nothing."""
+    """Describe the first lone surrogate of a text; "" if there is none."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -91,114 +94,117 @@ def lone_surrogate(text: str) -> str:
 
 
 class TextStream:
-    """Text of tokens that come one by one.
+    """Incremental decoding of tokens to text.
 
-    What a token reads as may depend on its neighbours (spaces, characters of several tokens), so the text behind it is
-    the difference between two windows: the tokens that were shown last, and these with what came since. An unfinished
-    character waits for its other bytes. `before`: the tokens that the text goes on from; where they end within a
-    character, the text begins with it.
+    The text of a token may depend on its neighbours (spaces, characters of several tokens), so new text is the
+    difference between two decodings: of the tokens shown last, and of these with the pending ones. An incomplete
+    character waits for its other bytes. `before`: the tokens that the text continues; if they end within a character,
+    the text begins with it.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._shown, self._waiting = _at_characters(tokenizer, before)
-        # of those that wait; at first how a character reads that `before` ends within
-        self._said = self._text(self._waiting)
+        self._shown, self._pending = _split_incomplete(tokenizer, before)
+        # text of pending tokens that was emitted; at first, the decoding of an incomplete character of `before`
+        self._pending_shown = self._text(self._pending)
 
     def push(self, token: int) -> str:
-        """The text that a token completes; "" while a character is unfinished."""
-        if self._tokenizer.is_silent(token):
+        """Return the text that a token completes; "" while a character is incomplete."""
+        if self._tokenizer.has_no_text(token):
             return ""
-        self._waiting.append(token)
-        text = self._text(self._waiting)
+        self._pending.append(token)
+        text = self._text(self._pending)
         if not text.endswith(_REPLACEMENT):
-            return self._say(text, is_whole=bool(text))
-        ends = len(text) - len(text.rstrip(_REPLACEMENT))  # bytes, of which the last may become a character
-        new = self._say(text[: len(text) - min(ends, _LONGEST - 1)], is_whole=False)
-        if len(self._waiting) > 2 * _END:
+            return self._emit(text, is_whole=bool(text))
+        ends = len(text) - len(text.rstrip(_REPLACEMENT))  # undecodable bytes; the last may become a character
+        new = self._emit(text[: len(text) - min(ends, _MAX_CHARACTER_BYTES - 1)], is_whole=False)
+        if len(self._pending) > 2 * _PENDING_TAIL:
             self._shorten(text)
         return new
 
     def finish(self) -> str:
-        """What still waits, finished or not."""
-        return self._say(self._text(self._waiting), is_whole=True)
+        """Return the pending text, complete or not."""
+        return self._emit(self._text(self._pending), is_whole=True)
 
     def _shorten(self, text: str) -> None:
-        """Forget tokens in the midst of those that wait, which read as `text`: as many tokens have made no character,
-        the first of them never will. These stay, as they spoil the bytes beside them in the decoder of SentencePiece,
-        and so do the last, of which some may begin one."""
-        unsaid = text[len(self._said) :]
-        waiting = [*self._waiting[:_LONGEST], *self._waiting[-_END:]]
-        short = self._text(waiting)
-        if len(short) < len(text) and short.endswith(unsaid):
-            self._waiting, self._said = waiting, short[: len(short) - len(unsaid)]
+        """Drop tokens in the middle of the pending ones, whose decoding is `text`.
 
-    def _text(self, waiting: list[int]) -> str:
-        """Of tokens that wait."""
-        before = self._tokenizer.decode(self._shown)
-        whole = self._tokenizer.decode([*self._shown, *waiting])
-        if not whole.startswith(before) and not before.endswith(_REPLACEMENT):
-            return self._tokenizer.decode(waiting)  # bytes that are no text yet spoil those beside them
-        return whole[_common(before, whole) :]
+        The first of so many tokens without a character will never make one. They stay, as they affect the bytes beside
+        them in SentencePiece's decoder; so do the last ones, some of which may begin a character.
+        """
+        unshown = text[len(self._pending_shown) :]
+        pending = [*self._pending[:_MAX_CHARACTER_BYTES], *self._pending[-_PENDING_TAIL:]]
+        shortened = self._text(pending)
+        if len(shortened) < len(text) and shortened.endswith(unshown):
+            self._pending, self._pending_shown = pending, shortened[: len(shortened) - len(unshown)]
 
-    def _say(self, text: str, *, is_whole: bool) -> str:
-        """What of a text is new. `is_whole`: it is all of the tokens that wait."""
-        new = text[_common(self._said, text) :]
+    def _text(self, pending: list[int]) -> str:
+        """Decode pending tokens behind those shown last."""
+        shown_text = self._tokenizer.decode(self._shown)
+        full_text = self._tokenizer.decode([*self._shown, *pending])
+        if not full_text.startswith(shown_text) and not shown_text.endswith(_REPLACEMENT):
+            return self._tokenizer.decode(pending)  # incomplete bytes affect the decoding of bytes beside them
+        return full_text[_common_prefix(shown_text, full_text) :]
+
+    def _emit(self, text: str, *, is_whole: bool) -> str:
+        """Return the new part of `text`. `is_whole`: it is the text of all pending tokens."""
+        new = text[_common_prefix(self._pending_shown, text) :]
         if is_whole:
-            self._shown, self._waiting, self._said = self._waiting, [], ""
+            self._shown, self._pending, self._pending_shown = self._pending, [], ""
         elif new:
-            self._said = text
+            self._pending_shown = text
         return new
 
 
-def _common(one: str, other: str) -> int:
-    """How many letters two texts begin with alike."""
-    if other.startswith(one):
-        return len(one)
-    shorter = min(len(one), len(other))
-    return next((k for k in range(shorter) if one[k] != other[k]), shorter)
+def _common_prefix(text: str, other: str) -> int:
+    """Return the length of the common prefix of two texts."""
+    if other.startswith(text):
+        return len(text)
+    shorter = min(len(text), len(other))
+    return next((k for k in range(shorter) if text[k] != other[k]), shorter)
 
 
-def _at_characters(tokenizer: Tokenizer, before: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Some of the last tokens that are whole characters, and those of an unfinished one behind them."""
-    for unfinished in range(min(_LONGEST, len(before) + 1)):
-        end = len(before) - unfinished
-        for count in range(_LONGEST, 2 * _LONGEST):
+def _split_incomplete(tokenizer: Tokenizer, before: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return some of the last tokens that are whole characters, and the tokens of an incomplete one behind them."""
+    for incomplete in range(min(_MAX_CHARACTER_BYTES, len(before) + 1)):
+        end = len(before) - incomplete
+        for count in range(_MAX_CHARACTER_BYTES, 2 * _MAX_CHARACTER_BYTES):
             shown = list(before[max(0, end - count) : end])
             if _REPLACEMENT not in tokenizer.decode(shown):
                 return shown, list(before[end:])
-    return list(before[-_LONGEST:]), []
+    return list(before[-_MAX_CHARACTER_BYTES:]), []
 
 
 class StopFilter:
-    """Text up to the first of some strings, of which no part is ever shown."""
+    """Passes text up to the first stop string, without showing any part of that."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
-        self._held = ""  # the end of the text so far, where a stop string may have begun
+        self._held = ""  # the end of the text so far, which may be the beginning of a stop string
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """What may be shown; `found` is set once a stop string was seen, and nothing is shown from then on."""
+        """Return text to show; after a stop string, set `found` and return "" from then on."""
         if self.found is not None:
             return ""
         text = self._held + text
-        places = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if places:
-            at, _, self.found = min(places)
+        matches = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if matches:
+            at, _, self.found = min(matches)
             self._held = ""
             return text[:at]
-        held = max((_begun(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        held_length = max((_partial_match(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held_length :]
+        return text[: len(text) - held_length]
 
     def finish(self) -> str:
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
 
-def _begun(text: str, stop: str) -> int:
-    """How many letters at the end of a text `stop` may begin with."""
+def _partial_match(text: str, stop: str) -> int:
+    """Return the length of the longest end of a text that `stop` begins with."""
     for at in range(max(0, len(text) - len(stop) + 1), len(text)):
         if stop.startswith(text[at:]):
             return len(text) - at

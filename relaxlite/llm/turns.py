@@ -1,4 +1,4 @@
-"""Locks that threads take in turns, also those of processes that are forked from this one."""
+"""A lock that serializes threads and survives forks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from weakref import WeakSet
 
 
 class Turn:
-    """`with turn.lock:` for one thread at a time, which may enter it again.
+    """A reentrant lock that is reset in forked processes: `with turn.lock:`.
 
-    The lock itself is what `with` enters and leaves, as it does so in C: an interruption (KeyboardInterrupt) within
-    methods of Python could come when the lock is taken and nobody is there yet to give it back.
+    `with` acquires the RLock itself, in C. A wrapper in Python could be interrupted (KeyboardInterrupt) after the lock
+    was acquired and before its release is ensured.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class Turn:
 _turns: WeakSet[Turn] = WeakSet()
 
 
-def _begin_anew() -> None:
-    """A forked process has but one thread: whoever else held a lock is not there to give it back."""
+def _reset_locks() -> None:
+    """Replace all locks in a forked process, whose only thread owns none of them."""
     for turn in _turns:
         turn.lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_locks)

@@ -110,10 +110,13 @@ class Experts:
 
     `is_balanced`: a bias per expert is added to the scores for the choice only (DeepSeek-V3, arXiv 2412.19437).
     `groups`: experts are chosen among the `chosen_groups` groups whose two highest scores have the largest sum.
+
     `shared`: the width of an expert that all tokens use; `has_shared_gate`: its result is multiplied by a sigmoid gate.
-    `has_bias`: of the router and all matrices of experts. `is_beside`: the layer has a dense MLP as well; MLP, experts
-    and router have a norm each of the same input, and the normed results of MLP and experts are added (Gemma 4).
-    `has_scales`: the result of each expert is multiplied by a learned number.
+    `has_bias`: of the router and all matrices of experts. `has_scales`: an expert's result is multiplied by a learned
+    number.
+
+    `is_beside`: the layer has a dense MLP as well. MLP, experts and router have a norm each of the same input, and the
+    normed results of MLP and experts are added (Gemma 4).
     """
 
     count: int
@@ -178,10 +181,9 @@ class StateLayers:
 class Latent:
     """Multi-head latent attention (MLA): keys and values of all heads are projections of one cached vector (latent.py).
 
-    `rank`: width of the vector. A head's queries and keys have `plain` elements without and `turned` elements with
-    rotary embedding; all heads share the latter of the keys. `width`: width of a head's values. `query_rank`: width of
-    the vector that queries are projected from, None if from the hidden state. `norm_epsilon`: of the norms of both
-    vectors.
+    `rank`: width of the vector. `plain`, `turned`: numbers of elements of a head's queries and keys without and with
+    rotary embedding; all heads share the latter of the keys. `width`: of a head's values. `query_rank`: width of the
+    vector that queries are projected from, None if from the hidden state. `norm_epsilon`: of the norms of both vectors.
     """
 
     rank: int
@@ -197,8 +199,7 @@ class DecoderConfig:
     """Hyperparameters of a decoder: token embedding, `layers` times (token mixer, MLP or experts), norm, logits.
 
     Heads are `head_width` wide; `kv_heads` of them have keys and values. `context`: the maximum number of tokens;
-    `usual_context`: the default, where a longer context costs accuracy. `layer_input`: the width of per-layer
-    embeddings (layer_inputs.py).
+    `usual_context`: the default, if a longer one costs accuracy. `layer_input`: the width of per-layer embeddings.
     """
 
     architecture: str

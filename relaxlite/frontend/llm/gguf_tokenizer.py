@@ -151,13 +151,13 @@ def _byte_level(fields: _Fields) -> dict[str, Any]:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre_tokenizer = fields.pre_tokenizer
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre_tokenizer.keeps_words))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre_tokenizer.ignores_merges))
     steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    if pre_tokenizer.composes:
+    if pre_tokenizer.normalizes_nfc:
         tokenizer.normalizer = normalizers.NFC()
     return _with_vocabulary(tokenizer, fields.token_ids, fields.merges())
 

@@ -42,21 +42,21 @@ def _no_problem(settings: Mapping[str, Any]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class QuantizationMethod:
     """A quantization library, `name` in config.json.
 
     `kinds`: types of its tensors besides floats. `parts`: the tensors of a module that make up its weight. `read`:
-    decodes them; None for the `of_architectures` that decode weights themselves. `spare`: tensors for the quantization
-    of activations or of the cache, which are dropped. `problem`: returns what is not supported of its settings, None if
-    all is.
+    decodes them; None for the `of_architectures` that decode weights themselves. `ignored_parts`: tensors for the
+    quantization of activations or of the cache, which are dropped. `unsupported`: returns what is not supported of its
+    settings, None if all is.
     """
 
     name: str
     kinds: tuple[str, ...]
     parts: tuple[str, ...] = ()
     read: Callable[[Module], Weight] | None = None
-    spare: tuple[str, ...] = ()
-    problem: Callable[[Mapping[str, Any]], str | None] = _no_problem
+    ignored_parts: tuple[str, ...] = ()
+    unsupported: Callable[[Mapping[str, Any]], str | None] = _no_problem
     of_architectures: tuple[str, ...] = ()
 
 
@@ -141,12 +141,14 @@ _FP8_KINDS = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
 _BNB_4BIT_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _BNB_STATES = tuple(f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 _FP8_PARTS = ("weight", "weight_scale", "weight_scale_inv")
-METHODS: Mapping[str, Method] = {
+METHODS: Mapping[str, QuantizationMethod] = {
     method.name: method
     for method in (
-        Method("gptq", ("I32",), ("qweight", "qzeros", "scales", "g_idx"), read_gptq, problem=_problem_of_gptq),
-        Method("awq", ("I32",), ("qweight", "qzeros", "scales"), read_awq, problem=_problem_of_awq),
-        Method(
+        QuantizationMethod(
+            "gptq", ("I32",), ("qweight", "qzeros", "scales", "g_idx"), read_gptq, unsupported=_problem_of_gptq
+        ),
+        QuantizationMethod("awq", ("I32",), ("qweight", "qzeros", "scales"), read_awq, unsupported=_problem_of_awq),
+        QuantizationMethod(
             "compressed-tensors",
             ("I8", "U8", "I32", "I64", *_FP8_KINDS),
             (
@@ -157,15 +159,15 @@ METHODS: Mapping[str, Method] = {
             (*_ACTIVATION_SCALES, *_CACHE_SCALES),
             _problem_of_compressed,
         ),
-        Method("fp8", _FP8_KINDS, _FP8_PARTS, read_fp8, (*_ACTIVATION_SCALES, *_CACHE_SCALES)),
-        Method("fbgemm_fp8", _FP8_KINDS, _FP8_PARTS, read_fp8, ("input_scale_ub", *_ACTIVATION_SCALES)),
-        Method(
+        QuantizationMethod("fp8", _FP8_KINDS, _FP8_PARTS, read_fp8, (*_ACTIVATION_SCALES, *_CACHE_SCALES)),
+        QuantizationMethod("fbgemm_fp8", _FP8_KINDS, _FP8_PARTS, read_fp8, ("input_scale_ub", *_ACTIVATION_SCALES)),
+        QuantizationMethod(
             "bitsandbytes",
             ("I8", "U8"),
             ("weight", *(f"weight.{part}" for part in (*_BNB_4BIT_PARTS, *_BNB_STATES)), "SCB", "weight_format"),
             _read_bitsandbytes,
         ),
-        Method("mxfp4", ("U8",), of_architectures=("gpt_oss",)),
+        QuantizationMethod("mxfp4", ("U8",), of_architectures=("gpt_oss",)),
     )
 }  # fmt: skip
 
@@ -177,7 +179,7 @@ _AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 class Quantization:
     """The quantization method of a checkpoint and its settings."""
 
-    method: Method
+    method: QuantizationMethod
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def assembled(self, tensors: Mapping[str, Weight], source: str) -> dict[str, Weight]:
@@ -194,7 +196,7 @@ class Quantization:
             part = next((part for part in self.method.parts if name.endswith(f".{part}")), None)
             if part is not None:
                 modules.setdefault(name.removesuffix(f".{part}"), {})[part] = weight
-            elif not name.endswith(tuple(f".{spare}" for spare in self.method.spare)):
+            elif not name.endswith(tuple(f".{ignored}" for ignored in self.method.ignored_parts)):
                 weights[name] = weight
         for name, parts in modules.items():
             if parts.keys() == {"weight"} and _is_float(parts["weight"]):
@@ -234,7 +236,7 @@ def quantization_of(raw: Mapping[str, Any], source: str) -> Quantization | None:
             f"{source}: weights quantized by {name!r} are not read, those of {known} are; take the float checkpoint, "
             "or a GGUF file"
         )
-    problem = method.problem(options)
+    problem = method.unsupported(options)
     if problem is not None:
         raise ImportModelError(
             f"{source}: of weights quantized by {name} {problem}; take the float checkpoint, or a GGUF file"

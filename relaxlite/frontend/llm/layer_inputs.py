@@ -1,8 +1,7 @@
 """Per-layer embeddings (Gemma 3n and 4): an additional input of each layer for each token.
 
-A table has `layer_input` numbers per token and layer, to which a normed projection of the token embedding is added. A
-layer multiplies its input by a gate, a projection of its hidden state, and adds a projection of the product to that
-state.
+A table has a vector per token and layer, to which a normed projection of the token embedding is added. A layer
+multiplies its input by a gate, a projection of its hidden state, and adds a projection of the product to that state.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ class LayerInputs:
         return flat if wanted is None else d.op("gather", flat, wanted, axis=0)
 
 
-def with_layer_input(d: Decoder, k: int, x: Expr, given: Expr) -> Var:
-    """Add what layer `k` makes of its input `given` [..., width] to x [..., hidden]."""
+def with_layer_input(d: Decoder, k: int, x: Expr, layer_input: Expr) -> Var:
+    """Add what layer `k` makes of its input `layer_input` [..., width] to x [..., hidden]."""
     name = f"layers.{k}.input"
     gate = d.activated(d.linear(f"{name}_gate", x))
-    return d.op("add", x, d.norm(f"{name}_norm", d.linear(f"{name}_project", d.op("multiply", gate, given))))
+    return d.op("add", x, d.norm(f"{name}_norm", d.linear(f"{name}_project", d.op("multiply", gate, layer_input))))
 
 
 def _dims(x: Expr) -> tuple[SymExpr, ...]:

@@ -150,7 +150,7 @@ class Decoder:
         With `wanted` int64 [rows], the places of some tokens, the result is [rows, hidden]: for other tokens the last
         layer computes keys and values only.
         """
-        x = self.embedded(tokens)
+        x = self.embed_tokens(tokens)
         if self.config.embedding_scale is not None:
             x = self.op("multiply", x, np.float32(self.config.embedding_scale))
         if self.config.has_positions:
@@ -160,17 +160,17 @@ class Decoder:
         inputs = None if self.config.layer_input is None else LayerInputs.of(self, tokens, x)
         for k in range(self.config.layers):
             normed = self.pre_norm(f"layers.{k}.attn_norm", x)
-            attended = self.mixed(k, normed, positions, mix)
+            attended = self.mix_tokens(k, normed, positions, mix)
             if wanted is not None and k == self.config.layers - 1:
                 attended, x = (self.op("gather", rows, wanted, axis=0) for rows in (attended, x))
                 if self.config.has_one_norm:
                     normed = self.op("gather", normed, wanted, axis=0)
             out, has_bias = self._output_projection(k)
             attended = self.linear(out, attended, has_bias)
-            layer_input, x = x, self.added(x, self.post_norm(f"layers.{k}.attn_post_norm", attended))
+            layer_input, x = x, self.add_residual(x, self.post_norm(f"layers.{k}.attn_post_norm", attended))
             if not self.config.has_one_norm:
                 normed = self.pre_norm(f"layers.{k}.mlp_norm", layer_input if self.config.is_parallel else x)
-            x = self.added(x, self.post_norm(f"layers.{k}.mlp_post_norm", self.mlp(k, normed, x)))
+            x = self.add_residual(x, self.post_norm(f"layers.{k}.mlp_post_norm", self.mlp(k, normed, x)))
             if inputs is not None:
                 x = with_layer_input(self, k, x, inputs.of_layer(k, wanted if k == self.config.layers - 1 else None))
             if self.config.has_layer_scale:
@@ -193,18 +193,18 @@ class Decoder:
 
     # layers
 
-    def mixed(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
+    def mix_tokens(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
         """Emit the token mixer of layer `k` up to its output projection."""
         kind = self.config.mixing(k)
         if kind == "attention":
-            return self.attended(k, x, positions, mix)
+            return self.attention(k, x, positions, mix)
         if kind == "latent":
             return latent_attention(self, k, x, positions, mix)
         if kind == "convolution":
-            return self.convolved(k, x, mix)
+            return self.gated_convolution(k, x, mix)
         return delta_net(self, k, x, mix) if kind == "delta" else mamba(self, k, x, mix)
 
-    def attended(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
+    def attention(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
         """Emit the attention of layer `k` up to its output projection: [..., heads * width]."""
         c, name, width = self.config, f"layers.{k}", self.config.head_width_of(k)
         kinds = "q" if c.keys_from(k) != k else "qk" if c.is_unvalued(k) else "qkv"
@@ -221,7 +221,7 @@ class Decoder:
         if rope is not None:
             result |= {kind: self.rotate(result[kind], positions, rope) for kind in rotary_kinds}
         if c.query_growth is not None:
-            result["q"] = self.op("multiply", result["q"], self.growth(positions, *c.query_growth))
+            result["q"] = self.op("multiply", result["q"], self.query_factors(positions, *c.query_growth))
         if is_by_head and c.is_qk_norm_last:
             result |= {kind: self.norm(f"{name}.{kind}_norm", result[kind]) for kind in rotary_kinds}
         if c.has_value_norm and values is not None:
@@ -232,7 +232,7 @@ class Decoder:
             output = self.op("multiply", output, self.op("sigmoid", self.linear(f"{name}.q_gate", x)))
         return output
 
-    def convolved(self, k: int, x: Expr, mix: Mixer) -> Var:
+    def gated_convolution(self, k: int, x: Expr, mix: Mixer) -> Var:
         """Emit the gated short convolution of layer `k` up to its output projection: [..., hidden]."""
         c, name = self.config.convolutions, f"layers.{k}.conv"
         assert c is not None
@@ -309,7 +309,7 @@ class Decoder:
         """Emit the norm of an input, if the model has such norms."""
         return self.norm(name, x) if self.config.has_pre_norms else x
 
-    def added(self, x: Expr, output: Expr) -> Var:
+    def add_residual(self, x: Expr, output: Expr) -> Var:
         """Add the output of a layer to the residual stream."""
         scale = self.config.residual_scale
         return self.op("add", x, output if scale is None else self.op("multiply", output, np.float32(scale)))
@@ -359,7 +359,7 @@ class Decoder:
             return False
         return len({_kind_of(weight.grouped(slice(0, 1))) for weight in weights}) == 1
 
-    def embedded(self, tokens: Expr) -> Expr:
+    def embed_tokens(self, tokens: Expr) -> Expr:
         """Emit the rows of the token embedding: [..., hidden]."""
         if not self.config.is_tied or self.blocks("embed") is not None:
             return self.looked_up("embed", tokens)
@@ -422,7 +422,7 @@ class Decoder:
 
     def rotate(self, x: Expr, positions: Expr, rope: Rope) -> Var:
         """Apply the rotary embedding to x [..., heads, width] at positions [...]."""
-        cos, sin = self.tables(positions, rope)
+        cos, sin = self.rope_tables(positions, rope)
         dims, half = _dims(x), rope.width // 2
         zeros = (0,) * (len(dims) - 1)
         first, second = (self.op("slice", x, (*zeros, at), (*dims[:-1], half)) for at in (0, half))
@@ -434,7 +434,7 @@ class Decoder:
         y = self.op("add", self.op("multiply", x, cos), self.op("multiply", rotated, sin))
         return self.op("concat", y, tail, axis=-1) if rest else y
 
-    def growth(self, positions: Expr, share: float, steps: int) -> Var:
+    def query_factors(self, positions: Expr, share: float, steps: int) -> Var:
         """Emit the factors of queries at all positions, once for all layers: [..., 1, 1].
 
         The factor at position p is 1 + share * ln(1 + p // steps).
@@ -446,7 +446,7 @@ class Decoder:
             self._query_factors = self.op("expand_dims", self.op("add", logs, np.float32(1)), axes=(rank, rank + 1))
         return self._query_factors
 
-    def tables(self, positions: Expr, rope: Rope) -> tuple[Var, Var]:
+    def rope_tables(self, positions: Expr, rope: Rope) -> tuple[Var, Var]:
         """Emit cos and sin [..., 1, rope.width] of all positions, once for all layers."""
         if rope not in self._tables:
             frequencies, factor = rope.frequencies(self.config.context)

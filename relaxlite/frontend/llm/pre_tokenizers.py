@@ -43,32 +43,36 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"  # noqa: RUF001  (its own signs)
 class PreTokenizer:
     """A pre-tokenizer.
 
-    `keeps_words`: a piece that is a token is not split, whatever the merges are. `adds_bos`: the default for prepending
-    the BOS token. `composes`: text is normalized to NFC first.
+    `ignores_merges`: a piece that is a token is not split, whatever the merges are. `adds_bos`: the default for
+    prepending the BOS token. `normalizes_nfc`: text is normalized to NFC first.
     """
 
     patterns: tuple[str, ...]
-    keeps_words: bool = False
+    ignores_merges: bool = False
     adds_bos: bool = False
-    composes: bool = False
+    normalizes_nfc: bool = False
 
 
-def _named(names: str, *patterns: str, keeps_words: bool = False, composes: bool = False) -> dict[str, PreTokenizer]:
+def _named(
+    names: str, *patterns: str, ignores_merges: bool = False, normalizes_nfc: bool = False
+) -> dict[str, PreTokenizer]:
     """Make one pre-tokenizer under several names, separated by spaces."""
-    return dict.fromkeys(names.split(), PreTokenizer(patterns, keeps_words, adds_bos=keeps_words, composes=composes))
+    return dict.fromkeys(
+        names.split(), PreTokenizer(patterns, ignores_merges, adds_bos=ignores_merges, normalizes_nfc=normalizes_nfc)
+    )
 
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **_named("default gpt-2 phi-2 jais trillion roberta-bpe exaone4 mellum gigachat a.x-4.0", _GPT2),
-    **_named("mpt olmo", _GPT2, composes=True),
+    **_named("mpt olmo", _GPT2, normalizes_nfc=True),
     **_named("smollm starcoder refact codeshell exaone minerva-7b", r"\p{N}", _GPT2),
-    **_named("command-r", r"\p{N}", _GPT2, composes=True),
-    **_named("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0", _LLAMA3, keeps_words=True),
+    **_named("command-r", r"\p{N}", _GPT2, normalizes_nfc=True),
+    **_named("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0", _LLAMA3, ignores_merges=True),
     **_named("smaug-bpe dbrx glm4 chatglm-bpe", _LLAMA3),
     **_named("deepseek-r1-qwen stablelm2 hunyuan megrez kormo", _QWEN2),
-    **_named("qwen2", _QWEN2, composes=True),
-    **_named("qwen35", _QWEN35, composes=True),
-    **_named("tekken", _by_case("", r"\p{N}"), keeps_words=True),
+    **_named("qwen2", _QWEN2, normalizes_nfc=True),
+    **_named("qwen35", _QWEN35, normalizes_nfc=True),
+    **_named("tekken", _by_case("", r"\p{N}"), ignores_merges=True),
     **_named("gpt-4o llama4 kanana2", _by_case(f"{_ENDINGS}?", r"\p{N}{1,3}")),
     **_named("seed-coder", _SEED_CODER),
     **_named("deepseek-v3 hunyuan-dense", *_DEEPSEEK3),

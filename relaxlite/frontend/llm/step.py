@@ -40,12 +40,12 @@ PAGE = 64  # tokens; kernels vectorize along them, larger pages waste memory (do
 BLOCK_ROWS = 64  # queries times query heads per KV head in one attention block
 STEP_TOKENS = 512
 CHUNK = 128
-ROWS_OF_EXPERT = 64  # the number of rows from which products run near full speed (docs/measurements/llm.md)
+MIN_EXPERT_ROWS = 64  # the number of rows from which products run near full speed (docs/measurements/llm.md)
 MAX_PARTS = 1024  # attention blocks beyond one per sequence: four for each of 256 threads
 CACHE_DTYPES = ("float32", "float16", "int8")
 ENTRY, FILL = "main", "fill"
-POOLS = ("keys_", "values_", "key_scales_", "value_scales_", "convolved_")
-STATES = ("tails_", "states_")  # pools with a slot for each state
+POOL_PREFIXES = ("keys_", "values_", "key_scales_", "value_scales_", "convolved_")
+STATE_PREFIXES = ("tails_", "states_")  # pools with a slot for each state
 _INT8_MAX = 127  # largest code of an int8 cache
 
 
@@ -73,7 +73,9 @@ def build_step(
     block = max(1, BLOCK_ROWS // (config.heads // min_kv_heads))
     for name in (ENTRY, FILL) if has_fill else (ENTRY,):
         types = _parameters(bb, config, page, cache_dtype, step_tokens, has_wanted=name == ENTRY)
-        pool_indices = [k for k, parameter in enumerate(types) if parameter.startswith((*POOLS, *STATES))]
+        pool_indices = [
+            k for k, parameter in enumerate(types) if parameter.startswith((*POOL_PREFIXES, *STATE_PREFIXES))
+        ]
         outputs = ("logits",) if name == ENTRY else ()
         relaxed_attrs = {EXPORTED: True, RELAXED_PRECISION: True} if name == FILL else {}
         names = {INPUT_NAMES: tuple(types), OUTPUT_NAMES: (*outputs, *list(types)[pool_indices[0] :])}
@@ -84,7 +86,7 @@ def build_step(
             wanted = by_name.get("wanted")
             layers = decoder.in_function(is_relaxed=name == FILL)
             pools = dict(list(by_name.items())[pool_indices[0] :])
-            mix = Cached(layers, pools, slots, table, blocks, block, by_name.get("spans"))
+            mix = CachedMixer(layers, pools, slots, table, blocks, block, by_name.get("spans"))
             hidden = layers.hidden(tokens, positions, mix, wanted)
             bb.result(Tuple((*([layers.logits(hidden)] if name == ENTRY else []), *mix.pools.values())))
     facts = {
@@ -104,7 +106,7 @@ def _chunk(experts: Experts | None) -> int:
     """
     if experts is None:
         return CHUNK
-    min_tokens = ROWS_OF_EXPERT * experts.count // experts.chosen
+    min_tokens = MIN_EXPERT_ROWS * experts.count // experts.chosen
     return max(CHUNK, -(-min_tokens // CHUNK) * CHUNK)
 
 
@@ -170,7 +172,7 @@ def _signs(width: int, size: int) -> np.ndarray[Any, Any]:
 
 
 @dataclass(slots=True)
-class Cached:
+class CachedMixer:
     """A `Mixer` over the cache. `pools`: the latest contents by the names of parameters, in their order."""
 
     decoder: Decoder
@@ -183,7 +185,7 @@ class Cached:
 
     def __call__(self, layer: int, q: Expr, k: Expr | None, v: Expr | None) -> Expr:
         d, c = self.decoder, self.decoder.config
-        names = [name for kind in POOLS if (name := f"{kind}{c.keys_from(layer)}") in self.pools]
+        names = [name for kind in POOL_PREFIXES if (name := f"{kind}{c.keys_from(layer)}") in self.pools]
         if len(names) > 2:  # with scales
             q, k = self._rotated(q), None if k is None else self._rotated(k)
         if k is not None and v is not None:

@@ -1,5 +1,4 @@
-"""Llama 2 and 3, TinyLlama, SmolLM; Mistral and Ministral with sliding windows; SmolLM3, whose every fourth layer is
-NoPE.
+"""Llama 2 and 3, TinyLlama, SmolLM; Mistral and Ministral (sliding windows); SmolLM3 (every fourth layer is NoPE).
 
 Touvron et al., arXiv 2302.13971; Grattafiori et al., arXiv 2407.21783; Jiang et al., arXiv 2310.06825 (Mistral).
 """
