@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE
+from relaxlite.frontend.llm.architectures.weight_names import HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE
 from relaxlite.frontend.llm.checkpoint import Checkpoint, TokenizerData, Weight, expected_weights
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.llm.description import Description

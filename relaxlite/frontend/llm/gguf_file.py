@@ -13,7 +13,8 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
-from relaxlite.frontend.llm.architectures.base import GGUF_LAYER, GGUF_WHOLE, Architecture, layer_names
+from relaxlite.frontend.llm.architectures.base import Architecture
+from relaxlite.frontend.llm.architectures.weight_names import GGUF_LAYER, GGUF_WHOLE, layer_names
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, in_halves, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS

@@ -15,12 +15,8 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
-from relaxlite.frontend.llm.architectures.base import (
-    HUGGING_FACE_LAYER,
-    HUGGING_FACE_WHOLE,
-    Architecture,
-    layer_names,
-)
+from relaxlite.frontend.llm.architectures.base import Architecture
+from relaxlite.frontend.llm.architectures.weight_names import HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE, layer_names
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, in_halves, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig
 from relaxlite.frontend.llm.hf_generation import generation_defaults

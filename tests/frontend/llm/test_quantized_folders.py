@@ -14,7 +14,7 @@ import pytest
 import relaxlite as rl
 from relaxlite.cli import main
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE
+from relaxlite.frontend.llm.architectures.weight_names import HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE
 from relaxlite.frontend.llm.hf_folder import describe, read_safetensors
 from relaxlite.frontend.llm.hf_quantized import METHODS, Quantization
 from relaxlite.frontend.llm.layers import Blocks

@@ -12,12 +12,8 @@ from typing import Any
 import numpy as np
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.llm.architectures.base import (
-    GGUF_LAYER,
-    HUGGING_FACE_LAYER,
-    Architecture,
-    Hyperparameters,
-)
+from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.weight_names import GGUF_LAYER, HUGGING_FACE_LAYER
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig, Experts, Latent, Rope, yarn_attention
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.weight_names import HUGGING_FACE_LAYER
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig, Experts
 

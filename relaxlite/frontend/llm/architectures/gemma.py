@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.weight_names import HUGGING_FACE_LAYER
 from relaxlite.frontend.llm.config import DecoderConfig
 
 _GELU_NAMES = (None, "gelu_pytorch_tanh", "gelu")  # "gelu" in the first releases means the same

@@ -13,14 +13,9 @@ from typing import Any
 import numpy as np
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.llm.architectures.base import (
-    GGUF_LAYER,
-    GGUF_WHOLE,
-    HUGGING_FACE_WHOLE,
-    Architecture,
-    Hyperparameters,
-)
+from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
 from relaxlite.frontend.llm.architectures.gemma import WITH_POST_NORMS
+from relaxlite.frontend.llm.architectures.weight_names import GGUF_LAYER, GGUF_WHOLE, HUGGING_FACE_WHOLE
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import DecoderConfig, Experts, Rope
 

@@ -11,13 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.llm.architectures.base import (
-    GGUF_LAYER,
-    HUGGING_FACE_LAYER,
-    HUGGING_FACE_WHOLE,
-    Architecture,
-    Hyperparameters,
-)
+from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.weight_names import GGUF_LAYER, HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import Activation, DecoderConfig, Rope
 

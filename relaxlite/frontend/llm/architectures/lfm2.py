@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.llm.architectures.base import (
+from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.weight_names import (
     GGUF_LAYER,
     GGUF_WHOLE,
     HUGGING_FACE_LAYER,
     HUGGING_FACE_WHOLE,
-    Architecture,
-    Hyperparameters,
 )
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import Convolutions, DecoderConfig

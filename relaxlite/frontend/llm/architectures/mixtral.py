@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from relaxlite.frontend.llm.architectures.base import HUGGING_FACE_LAYER, Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.weight_names import HUGGING_FACE_LAYER
 from relaxlite.frontend.llm.config import DecoderConfig
 
 

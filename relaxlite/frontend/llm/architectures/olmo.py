@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relaxlite.frontend.llm.architectures.base import POST_NORMED_LAYER, Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.weight_names import POST_NORMED_LAYER
 from relaxlite.frontend.llm.config import DecoderConfig
 
 _PATTERN = 4  # every fourth layer is global

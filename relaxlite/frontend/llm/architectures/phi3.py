@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from relaxlite.frontend.llm.architectures.base import (
-    GGUF_LAYER,
-    HUGGING_FACE_LAYER,
-    Architecture,
-    Hyperparameters,
-)
+from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
+from relaxlite.frontend.llm.architectures.weight_names import GGUF_LAYER, HUGGING_FACE_LAYER
 from relaxlite.frontend.llm.config import DecoderConfig
 
 
