@@ -111,12 +111,12 @@ class Experts:
     `is_balanced`: a bias per expert is added to the scores for the choice only (DeepSeek-V3, arXiv 2412.19437).
     `groups`: experts are chosen among the `chosen_groups` groups whose two highest scores have the largest sum.
 
-    `shared`: the width of an expert that all tokens use; `has_shared_gate`: its result is multiplied by a sigmoid gate.
-    `has_bias`: of the router and all matrices of experts. `has_scales`: an expert's result is multiplied by a learned
-    number.
+    `shared`: the width of an expert that all tokens use; `has_shared_gate`: its result is multiplied by a sigmoid
+    gate. `has_bias`: of the router and all matrices of experts. `has_scales`: an expert's result is multiplied by a
+    learned number.
 
-    `is_beside`: the layer has a dense MLP as well. MLP, experts and router have a norm each of the same input, and the
-    normed results of MLP and experts are added (Gemma 4).
+    `is_beside`: the layer has a dense MLP as well. MLP, experts and router have a norm each of the same input, and
+    the normed results of MLP and experts are added (Gemma 4).
     """
 
     count: int
@@ -179,11 +179,13 @@ class StateLayers:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (MLA): keys and values of all heads are projections of one cached vector (latent.py).
+    """Multi-head latent attention (MLA): keys and values of all heads are projections of one cached vector
+    (latent.py).
 
     `rank`: width of the vector. `plain`, `turned`: numbers of elements of a head's queries and keys without and with
     rotary embedding; all heads share the latter of the keys. `width`: of a head's values. `query_rank`: width of the
-    vector that queries are projected from, None if from the hidden state. `norm_epsilon`: of the norms of both vectors.
+    vector that queries are projected from, None if from the hidden state. `norm_epsilon`: of the norms of both
+    vectors.
     """
 
     rank: int
