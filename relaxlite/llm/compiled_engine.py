@@ -29,13 +29,13 @@ _Part = tuple[int, int, int]  # sequence, index of the first of its new tokens, 
 class CompiledEngine:
     """Runs an executable of `build_step`. Prompts longer than a step are prefilled in chunks.
 
-    If the executable has a function that only fills the cache, in relaxed precision, prefill uses it for all tokens but
-    those whose logits are wanted and the EXACT - 1 before these, which matter most. The choice depends on the sequence
-    alone, not on the batch or on chunks. Concurrent calls are serialized.
+    If the executable has a function that only fills the cache, in relaxed precision, prefill uses it for
+    all tokens but those whose logits are wanted and the EXACT - 1 before these, which matter most. The
+    choice depends on the sequence alone, not on the batch or on chunks. Concurrent calls are serialized.
 
-    `max_bytes` bounds the cache, which grows on demand; `chunk`: the maximum number of tokens of a step (None: the
-    step's own). If the cache is full, `forward` raises CacheFullError and leaves all sequences unchanged. Raises
-    ArtifactError if the step's signature is of another version of relaxlite.
+    `max_bytes` bounds the cache, which grows on demand; `chunk`: the maximum number of tokens of a step
+    (None: the step's own). If the cache is full, `forward` raises CacheFullError and leaves all sequences
+    unchanged. Raises ArtifactError if the step's signature is of another version of relaxlite.
     """
 
     def __init__(self, executable: Executable, *, max_bytes: int = CACHE_BYTES, chunk: int | None = None) -> None:

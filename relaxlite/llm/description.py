@@ -16,7 +16,7 @@ DESCRIPTION, TOKENIZER = "language_model", "tokenizer"  # names of attachments; 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What an artifact says of a language model.
+    """The metadata of a language model in an artifact.
 
     `context`: the maximum number of tokens of a sequence. `stop`: tokens that end a reply. `special_tokens`: for chat
     templates, by name ("bos_token"). `other_templates`: further chat templates by name ("tool_use"). `generation`:

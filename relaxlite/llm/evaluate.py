@@ -1,12 +1,12 @@
 """Perplexity of a language model on a text, and KL divergence from another model.
 
-A model reads windows of `window` tokens, `stride` apart, each from its beginning; those of its predictions count that
-no earlier window has made. Every token of the text but the first is predicted once, with a context of more than window
-- stride tokens (except in the first window). A small stride gives more context and costs more time. Results depend on
-both, so `Evaluation` records them.
+A model reads windows of `window` tokens, `stride` apart, each from its beginning; those of its predictions
+count that no earlier window has made. Every token of the text but the first is predicted once, with a
+context of more than window - stride tokens (except in the first window). A small stride gives more context
+and costs more time. Results depend on both, so `Evaluation` records them.
 
-Predictions are made as in generation. If prefill is of lower precision than the last tokens (`Engine.fills_coarsely`),
-the context is filled, and few tokens at a time are predicted behind it.
+Predictions are made as in generation. If prefill is of lower precision than the last tokens
+(`Engine.fills_coarsely`), the context is filled, and few tokens at a time are predicted behind it.
 """
 
 from __future__ import annotations

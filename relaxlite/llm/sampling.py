@@ -166,15 +166,15 @@ def candidates(scores: Array, how: Sampling) -> tuple[Array | None, Array]:
         scores = scores[indices].astype(np.float64)
     weights = _weights(scores, how.temperature)
     if how.top_p < 1.0:
-        kept = _nucleus(weights, how.top_p)
-        indices, scores = kept if indices is None else indices[kept], scores[kept].astype(np.float64)
+        selected = _nucleus(weights, how.top_p)
+        indices, scores = selected if indices is None else indices[selected], scores[selected].astype(np.float64)
         weights = _weights(scores, how.temperature)
     if how.min_p > 0.0:
-        kept = np.flatnonzero(weights >= how.min_p * (1 - 1e-5))  # with a margin for the rounding of float32
-        exact = _weights(scores[kept].astype(np.float64), how.temperature)
+        selected = np.flatnonzero(weights >= how.min_p * (1 - 1e-5))  # with a margin for the rounding of float32
+        exact = _weights(scores[selected].astype(np.float64), how.temperature)
         are_likely = exact >= how.min_p
-        kept, weights = kept[are_likely], exact[are_likely]
-        indices = kept if indices is None else indices[kept]
+        selected, weights = selected[are_likely], exact[are_likely]
+        indices = selected if indices is None else indices[selected]
     return indices, weights
 
 

@@ -198,9 +198,11 @@ def _latent_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
         {} if mla.query_rank is None else {"q_down": (mla.query_rank, c.hidden), "q_down_norm": (mla.query_rank,)}
     )
     result |= {
-        "q": (c.heads * (mla.plain + mla.turned), query_input), "kv_down": (mla.rank + mla.turned, c.hidden),
-        "kv_norm": (mla.rank,), "o": (c.hidden, c.heads * mla.width),
-    }  # fmt: skip
+        "q": (c.heads * (mla.plain + mla.turned), query_input),
+        "kv_down": (mla.rank + mla.turned, c.hidden),
+        "kv_norm": (mla.rank,),
+        "o": (c.hidden, c.heads * mla.width),
+    }
     for h in range(c.heads):
         result |= {f"latent_keys.{h}": (mla.rank, mla.plain), f"latent_values.{h}": (mla.width, mla.rank)}
     if c.has_qkv_bias:

@@ -105,18 +105,20 @@ _SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 class Experts:
     """A mixture of experts: `count` gated MLPs, of which each token uses `chosen` (Shazeer et al., arXiv 1701.06538).
 
-    The router's scores are a softmax over all experts or a sigmoid of each. The `chosen` experts of highest score are
-    weighted by their scores, with `is_normed` divided by the sum of these, then multiplied by `scale`.
+    The router's scores are a softmax over all experts or a sigmoid of each. The `chosen` experts of
+    highest score are weighted by their scores, with `is_normed` divided by the sum of these, then
+    multiplied by `scale`.
 
-    `is_balanced`: a bias per expert is added to the scores for the choice only (DeepSeek-V3, arXiv 2412.19437).
-    `groups`: experts are chosen among the `chosen_groups` groups whose two highest scores have the largest sum.
+    `is_balanced`: a bias per expert is added to the scores for the choice only (DeepSeek-V3, arXiv
+    2412.19437). `groups`: experts are chosen among the `chosen_groups` groups whose two highest scores
+    have the largest sum.
 
-    `shared`: the width of an expert that all tokens use; `has_shared_gate`: its result is multiplied by a sigmoid gate.
-    `has_bias`: of the router and all matrices of experts. `has_scales`: an expert's result is multiplied by a learned
-    number.
+    `shared`: the width of an expert that all tokens use; `has_shared_gate`: its result is multiplied by a
+    sigmoid gate. `has_bias`: of the router and all matrices of experts. `has_scales`: an expert's result
+    is multiplied by a learned number.
 
-    `is_beside`: the layer has a dense MLP as well. MLP, experts and router have a norm each of the same input, and the
-    normed results of MLP and experts are added (Gemma 4).
+    `is_beside`: the layer has a dense MLP as well. MLP, experts and router have a norm each of the same
+    input, and the normed results of MLP and experts are added (Gemma 4).
     """
 
     count: int
@@ -181,9 +183,10 @@ class StateLayers:
 class Latent:
     """Multi-head latent attention (MLA): keys and values of all heads are projections of one cached vector (latent.py).
 
-    `rank`: width of the vector. `plain`, `turned`: numbers of elements of a head's queries and keys without and with
-    rotary embedding; all heads share the latter of the keys. `width`: of a head's values. `query_rank`: width of the
-    vector that queries are projected from, None if from the hidden state. `norm_epsilon`: of the norms of both vectors.
+    `rank`: width of the vector. `plain`, `turned`: numbers of elements of a head's queries and keys
+    without and with rotary embedding; all heads share the latter of the keys. `width`: of a head's
+    values. `query_rank`: width of the vector that queries are projected from, None if from the hidden
+    state. `norm_epsilon`: of the norms of both vectors.
     """
 
     rank: int
@@ -198,8 +201,9 @@ class Latent:
 class DecoderConfig:
     """Hyperparameters of a decoder: token embedding, `layers` times (token mixer, MLP or experts), norm, logits.
 
-    Heads are `head_width` wide; `kv_heads` of them have keys and values. `context`: the maximum number of tokens;
-    `usual_context`: the default, if a longer one costs accuracy. `layer_input`: the width of per-layer embeddings.
+    Heads are `head_width` wide; `kv_heads` of them have keys and values. `context`: the maximum number of
+    tokens; `usual_context`: the default, if a longer one costs accuracy. `layer_input`: the width of
+    per-layer embeddings.
     """
 
     architecture: str

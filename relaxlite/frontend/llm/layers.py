@@ -35,7 +35,7 @@ _PACKED_BYTES = 1 << 18  # of unpacked codes per task, which stay in the CPU's c
 
 
 class Mixer(Protocol):
-    """How tokens attend to others: densely within one batch, or over a KV cache."""
+    """The token mixer: attention, convolution and recurrence within one batch, or over a KV cache."""
 
     def __call__(self, layer: int, q: Expr, k: Expr | None, v: Expr | None) -> Expr:
         """Attend with queries [..., heads, width], keys and values [..., kv_heads, width]: [..., heads, width].

@@ -295,11 +295,11 @@ class Hyperparameters:
 
         Users add `rope_scaling` as model cards suggest.
         """
-        named = {key: self.raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")}
-        for key, said in named.items():
-            if not isinstance(said, Mapping):
-                raise ImportModelError(f"{self.source}: {key} are {_short(said)}, no object")
-        usual, added = named.values()
+        sections = {key: self.raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")}
+        for key, section in sections.items():
+            if not isinstance(section, Mapping):
+                raise ImportModelError(f"{self.source}: {key} are {_short(section)}, no object")
+        usual, added = sections.values()
         if added and any(isinstance(value, Mapping) for value in usual.values()):
             raise ImportModelError(
                 f"{self.source}: rope_scaling beside rope_parameters for several kinds of layers; put it into these"

@@ -1,7 +1,7 @@
 """Gemma 4, text only: Gemma 3 with norms of values, unscaled attention scores, and another head width in global layers.
 
-Some global layers use keys as values. Small models have per-layer embeddings (layer_inputs.py); their last layers share
-keys and values of earlier ones. The mixture of experts has a dense MLP beside the experts of each layer.
+Some global layers use keys as values. Small models have per-layer embeddings (layer_inputs.py); their last layers
+share keys and values of earlier ones. The mixture of experts has a dense MLP beside the experts of each layer.
 """
 
 from __future__ import annotations
