@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relaxlite.ir.op import Op, all_ops, get_op
-from relaxlite.ir.ops import (  # noqa: F401  (each registers its ops)
+from relaxlite.ir.ops import (  # noqa: F401  (importing a module registers its ops)
     activations,
     binary,
     block_quantized,

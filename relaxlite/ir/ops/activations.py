@@ -1,4 +1,4 @@
-"""Activation functions: one row per op, in forms that stay exact for large |x|."""
+"""Activation functions, one row per op, in forms that neither overflow nor lose accuracy for large |x|."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _clip(x: Scalar, *, lower: float | None, upper: float | None) -> Scalar:
 
 
 def _clip_bounds(dtype: str, lower: float | None, upper: float | None) -> tuple[float | int | None, float | int | None]:
-    """Bounds that the dtype can hold (uint8 has no -1); None where there is nothing to do."""
+    """Clip bounds as values of the dtype (uint8 has no -1); None for a bound that every value of the dtype satisfies."""
     if "int" not in dtype:
         return (None if lower == -math.inf else lower), (None if upper == math.inf else upper)
     info = np.iinfo(dtype)

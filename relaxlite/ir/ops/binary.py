@@ -1,4 +1,4 @@
-"""Element-by-element ops of two operands with NumPy's broadcasting: one row per op."""
+"""Binary element-wise ops with NumPy's broadcasting, one row per op."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relaxlite.ir.types import TensorType, Type
 
 
 class BinaryOp(Op):
-    """Base of the rows: a formula over two scalars of one dtype, and the same in NumPy."""
+    """Binary element-wise op: a formula over two Scalars of one dtype, and its NumPy equivalent."""
 
     operands = ("a", "b")
     accepts: ClassVar[tuple[DType, ...]]
@@ -28,7 +28,7 @@ class BinaryOp(Op):
     formula: ClassVar[Callable[[Scalar, Scalar], Scalar]]
     numpy: ClassVar[Callable[[Any, Any], Any]]
     symbolic: ClassVar[Callable[[SymExpr, SymExpr], SymExpr | bool | None] | None]
-    draw: ClassVar[Callable[..., Any] | None]  # sample data of b
+    draw: ClassVar[Callable[..., Any] | None]  # generator of sample data for b
 
     def infer(self, a: Expr, b: Expr) -> Type:
         left, right = self.tensor(a, self.operands[0]), self.tensor(b, self.operands[1])
@@ -59,12 +59,12 @@ class BinaryOp(Op):
 
     def samples(self) -> Iterable[Sample]:
         draw = type(self).draw
-        make = {} if draw is None else {1: draw}
+        int_data = {} if draw is None else {1: draw}
         for dtype in ("float32", "int64", "bool"):
             if dtype in self.accepts:
-                given = make if dtype == "int64" else {}
-                yield Sample((("n", 3), ("n", 3)), dtypes=(dtype, dtype), make=given)
-                yield Sample((("n", 1, 3), (2, 1)), dtypes=(dtype, dtype), make=given)
+                data = int_data if dtype == "int64" else {}
+                yield Sample((("n", 3), ("n", 3)), dtypes=(dtype, dtype), make=data)
+                yield Sample((("n", 1, 3), (2, 1)), dtypes=(dtype, dtype), make=data)
         if "float32" in self.accepts:
             yield Sample((("n",), ("m",)))
             yield Sample(((), ("n",)), dtypes=("float16", "float16"), tolerance=4e-3)
@@ -82,14 +82,14 @@ def binary(
     draw: Callable[[tuple[int, ...], np.random.Generator], Any] | None = None,
     base: type[BinaryOp] = BinaryOp,
 ) -> None:
-    """Declare one row; `formula` is the name of a scalar function, or a function of two Scalars."""
+    """Register a binary op; `formula` is the name of a scalar function, or a function of two Scalars."""
     function = (lambda a, b: a.binary(formula, b)) if isinstance(formula, str) else formula
-    declared = {
+    members = {
         "name": name, "__doc__": doc, "accepts": accepts, "result": result, "formula": staticmethod(function),
         "numpy": staticmethod(numpy), "symbolic": None if symbolic is None else staticmethod(symbolic),
         "draw": None if draw is None else staticmethod(draw), "is_symbolic": symbolic is not None,
     }  # fmt: skip
-    register_op(type(f"Binary_{name}", (base,), declared)())
+    register_op(type(f"Binary_{name}", (base,), members)())
 
 
 def _draw_nonzero(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
@@ -100,7 +100,7 @@ def _draw_small(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
     return rng.integers(0, 5, shape)
 
 
-# Symbolic meaning: None where the answer depends on values that only run time knows.
+# Symbolic evaluation: None where the result depends on the run-time values of symbols.
 
 
 def _symbolic_floordiv(a: SymExpr, b: SymExpr) -> SymExpr:
@@ -108,7 +108,11 @@ def _symbolic_floordiv(a: SymExpr, b: SymExpr) -> SymExpr:
 
 
 def symbolic_truncdiv(a: SymExpr, b: SymExpr) -> SymExpr | None:
-    """Equal to a // b where that is exact, or where neither is negative; parts of both signs by a positive constant."""
+    """Integer division of symbolic values, rounded towards zero.
+
+    a // b where the quotient is exact or neither operand is negative; for a positive constant b the difference of the
+    quotients of max(a, 0) and max(-a, 0); otherwise None.
+    """
     x, y = as_int(a), as_int(b)
     if x is not None and y is not None:
         return sym(int(_truncdiv(np.int64(x), np.int64(y)))) if y != 0 else None
@@ -118,8 +122,8 @@ def symbolic_truncdiv(a: SymExpr, b: SymExpr) -> SymExpr | None:
         return quotient
     if y is None or y <= 0:
         return None
-    above = floordiv(smax(a, 0), y)
-    return above if PROVER.can_prove_lt(-y, a) else above - floordiv(smax(-a, 0), y)
+    positive = floordiv(smax(a, 0), y)
+    return positive if PROVER.can_prove_lt(-y, a) else positive - floordiv(smax(-a, 0), y)
 
 
 def _symbolic_fmod(a: SymExpr, b: SymExpr) -> SymExpr | None:
@@ -148,8 +152,8 @@ def _symbolic_less(a: SymExpr, b: SymExpr) -> bool | None:
     return False if PROVER.can_prove_le(b, a) else None
 
 
-def _negated(answer: bool | None) -> bool | None:
-    return None if answer is None else not answer
+def _negated(value: bool | None) -> bool | None:
+    return None if value is None else not value
 
 
 def _symbolic_and(a: SymExpr, b: SymExpr) -> bool | None:
@@ -163,14 +167,14 @@ def _symbolic_or(a: SymExpr, b: SymExpr) -> bool | None:
 
 
 def _truncdiv(a: Any, b: Any) -> Any:
-    """Integer division rounded towards zero; by zero it gives 0."""
+    """Divide integers, rounding towards zero; division by zero yields 0."""
     quotient = np.floor_divide(a, b)
     inexact = (np.multiply(quotient, b) != a) & (b != 0)
     return quotient + (inexact & ((a < 0) != (b < 0))).astype(quotient.dtype)
 
 
 def _power(a: Any, b: Any) -> Any:
-    """A negative power of an integer is truncated: 1 and -1 have one, others 0."""
+    """Raise a to the power b; negative powers of integers are truncated: 0 unless a is 1 or -1."""
     if a.dtype.kind != "i" or not np.any(b < 0):
         return np.power(a, b)
     inverse = np.where(np.abs(a) == 1, np.where(b % 2 == 0, a * a, a), 0)
@@ -220,7 +224,7 @@ binary(
 binary("power", "a to the power b", "pow", _power, NUMBER, symbolic=_symbolic_power, draw=_draw_small)
 binary("maximum", "The greater of a and b; NaN when one is NaN.", "max", np.maximum, NUMBER, symbolic=smax)
 binary("minimum", "The lesser of a and b; NaN when one is NaN.", "min", np.minimum, NUMBER, symbolic=smin)
-binary("atan2", "The angle of the point (b, a).", "atan2", np.arctan2, FLOAT)
+binary("atan2", "The angle of the point (b, a), in radians.", "atan2", np.arctan2, FLOAT)
 
 binary("equal", "a == b", Scalar.equals, np.equal, ANY, result="bool", symbolic=_symbolic_equal)
 binary(
@@ -255,10 +259,10 @@ binary(
 
 binary("logical_and", "a and b", "and", np.logical_and, BOOL, symbolic=_symbolic_and)
 binary("logical_or", "a or b", "or", np.logical_or, BOOL, symbolic=_symbolic_or)
-binary("logical_xor", "Exactly one of a and b.", "xor", np.logical_xor, BOOL)
-binary("bitwise_and", "The bits set in both.", "and", np.bitwise_and, BITS)
-binary("bitwise_or", "The bits set in one of them.", "or", np.bitwise_or, BITS)
-binary("bitwise_xor", "The bits set in exactly one of them.", "xor", np.bitwise_xor, BITS)
+binary("logical_xor", "Logical exclusive or: exactly one of a and b.", "xor", np.logical_xor, BOOL)
+binary("bitwise_and", "Bitwise and.", "and", np.bitwise_and, BITS)
+binary("bitwise_or", "Bitwise or.", "or", np.bitwise_or, BITS)
+binary("bitwise_xor", "Bitwise exclusive or.", "xor", np.bitwise_xor, BITS)
 binary("left_shift", "a shifted left by b bits", "shift_left", np.left_shift, INTEGER, draw=_draw_small)
 binary("right_shift", "a shifted right by b bits", "shift_right", np.right_shift, INTEGER, draw=_draw_small)
 

@@ -1,4 +1,4 @@
-"""Codes of few bits as words of 32, and what they stand for; the weights of ops/block_quantized.py are made of them."""
+"""Packing and decoding of the 1- to 8-bit codes of blocked weights (ops/block_quantized.py) in 32-bit words."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from relaxlite.ir.program import Intrinsic, Value
 from relaxlite.ir.symbolic import SymExpr
 from relaxlite.records import dataclass
 
-DP4A_BYTES = 4  # codes in a word of bytes
+DP4A_BYTES = 4  # codes in a dp4a group
 ONES = 0x01010101
 BIT_PLANES: Mapping[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
-"""Bits of a code that lie in words of their own, the lowest ones first, by the bits of a code."""
-MAX_OF_TABLE = 4  # bits of codes that are places in a table
+"""Widths of the bit planes that a code is split into, from the lowest bits on, by the width of the code."""
+MAX_OF_TABLE = 4  # widest code that indexes a table
 Array: TypeAlias = "np.ndarray[Any, Any]"
 T = TypeVar("T")
 Number = TypeVar("Number", int, SymExpr)
@@ -26,7 +26,10 @@ Number = TypeVar("Number", int, SymExpr)
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """What codes of so many bits stand for: themselves or, of up to four bits, entries of a table; less `zero`."""
+    """Decoding of codes of `bits` bits: value = table[code] - zero, or code - zero without a table.
+
+    A table has 2**bits bytes; only codes of at most 4 bits have one.
+    """
 
     bits: int
     zero: int = 0
@@ -34,7 +37,7 @@ class Coding:
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """Of the ops."""
+        """Attributes of the ops of ops/block_quantized.py."""
         return {"bits": self.bits, "zero": self.zero, "table": self.table}
 
     @property
@@ -43,11 +46,11 @@ class Coding:
 
     @property
     def number_bits(self) -> int:
-        """Bits of what codes stand for."""
+        """Width in bits of the decoded values, before the zero point is subtracted."""
         return self.greatest.bit_length()
 
     def problem(self) -> str | None:
-        """What is wrong with it; None: nothing."""
+        """Explain why the coding is invalid; None if it is valid."""
         if self.table:
             if self.bits > MAX_OF_TABLE:
                 return f"codes of {self.bits} bits have no table, only those of at most {MAX_OF_TABLE} do"
@@ -58,19 +61,19 @@ class Coding:
         return None
 
     def numbers(self, codes: Array) -> Array:
-        """What codes stand for before zero is taken off, uint8."""
+        """Decode an array of codes to uint8 values, before the zero point is subtracted."""
         return np.asarray(self.table, np.uint8)[codes] if self.table else codes
 
     def of_word(self, word: Scalar) -> Scalar:
-        """The same of four codes, the bytes of an int32."""
+        """Decode four codes, the bytes of an int32, before the zero point is subtracted."""
         if not self.table:
             return word
-        whole = self.table * (1 << MAX_OF_TABLE - self.bits)
-        words = np.asarray(whole, np.uint8).view("<i4").tolist()
-        return Scalar(Intrinsic(LOOKUP, (word.value, *(literal(w, "int32") for w in words)), "int32"))
+        table = self.table * (1 << MAX_OF_TABLE - self.bits)
+        table_words = np.asarray(table, np.uint8).view("<i4").tolist()
+        return Scalar(Intrinsic(LOOKUP, (word.value, *(literal(entries, "int32") for entries in table_words)), "int32"))
 
     def longest_rotation(self, block: int) -> int:
-        """How many quads of a block can be mixed at a time so that they stay bytes; 1: none."""
+        """Number of dp4a groups of a block that a Walsh-Hadamard transform may mix without overflowing bytes; 1: none."""
         return math.gcd(1 << 8 - self.number_bits, block // DP4A_BYTES)
 
     def rotated(self, rotation: int) -> RotatedCoding:
@@ -79,8 +82,11 @@ class Coding:
 
 @dataclass(frozen=True, slots=True)
 class RotatedCoding:
-    """Codes whose quads are mixed, `rotation` at a time, by the Walsh-Hadamard matrix (`rotated`), as unsigned bytes:
-    all but the first of those quads hold sums of as many positive as negative codes, so that they get an offset."""
+    """Codes whose dp4a groups are transformed, `rotation` at a time, by a Walsh-Hadamard matrix (`rotated`).
+
+    The results are unsigned bytes: all but the first group of a transform hold differences of codes and get `offset`
+    added.
+    """
 
     coding: Coding
     rotation: int
@@ -91,38 +97,41 @@ class RotatedCoding:
 
     @property
     def greatest(self) -> int:
-        """Of the bytes."""
+        """Largest byte after the transform."""
         if self.rotation == 1:
             return self.coding.greatest
         return max(self.rotation * self.coding.greatest, self.offset + self.rotation // 2 * self.coding.greatest)
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        """How many times each sum of what the codes are multiplied by (quantize_blocks) is too much in the product."""
+        """Multiples of the activation sums (of `quantize_blocks`) to subtract from a product with the bytes."""
         if self.rotation == 1:
             return (self.coding.zero,)
         return self.rotation * self.coding.zero - self.offset, self.offset
 
-    def mixed(self, quads: Sequence[Value]) -> list[Value]:
-        """The quads of a block, int32 words. Bytes borrow from each other on the way, but sums of words are sums of
-        their bytes wherever these end as bytes (modulo 2**32), so that no more than additions of words are needed."""
+    def mixed(self, groups: Sequence[Value]) -> list[Value]:
+        """Transform the dp4a groups (int32) of a block by 32-bit additions alone.
+
+        Intermediate bytes may borrow from their neighbours, but a sum of words equals the sums of their bytes modulo
+        2**32, and the final sums fit into bytes.
+        """
         if self.rotation == 1:
-            return list(quads)
+            return list(groups)
         result = []
-        for first in range(0, len(quads), self.rotation):
-            head, *others = rotated([Scalar(quad) for quad in quads[first : first + self.rotation]])
-            result += [head, *(other + four_bytes(self.offset) for other in others)]
-        return [quad.value for quad in result]
+        for first in range(0, len(groups), self.rotation):
+            head, *tail = rotated([Scalar(group) for group in groups[first : first + self.rotation]])
+            result += [head, *(item + four_bytes(self.offset) for item in tail)]
+        return [group.value for group in result]
 
 
 def four_bytes(byte: int) -> int:
-    """Four equal bytes as an int32."""
+    """Replicate a byte to the four bytes of an int32."""
     word = byte * ONES
     return word - (1 << 32) if word >> 31 else word
 
 
 def rotated(items: Sequence[T]) -> list[T]:
-    """H @ items, of the Walsh-Hadamard matrix H of as many rows, a power of two, in the order of Sylvester."""
+    """Multiply a vector, of a power of two items, by the Walsh-Hadamard matrix in Sylvester's (natural) order."""
     result, span = list(items), len(items) // 2
     while span:
         for k in (k for k in range(len(result)) if not k & span):
@@ -133,24 +142,26 @@ def rotated(items: Sequence[T]) -> list[T]:
 
 
 def rows_of_run(block: int, bits: int) -> int:
-    """Of a column, rows whose codes fill whole words: those of a block, or of a few."""
+    """Number of rows of a column whose codes fill whole words in every bit plane: one block, or a few."""
     return math.lcm(block, 32 // min(BIT_PLANES[bits]))
 
 
 def words_of(rows: int, bits: int) -> int:
-    """How many words codes take."""
+    """Number of 32-bit words that `rows` codes take."""
     return rows * bits // 32
 
 
 def fills_words(rows: int, block: int, bits: int) -> bool:
-    """Whether blocks of this size, of so many rows in all, fill whole words."""
+    """Whether `rows` codes in blocks of `block` rows fill whole words."""
     return block > 0 and block % 8 == 0 and rows % rows_of_run(block, bits) == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Place(Generic[Number]):
-    """Where some bits of a quad stand: in the bytes of a word, counted from the first word of a run, from bit `shift`
-    of each byte on. They are those from bit `low` of the codes on, `width` of them."""
+    """Location of one bit plane of a dp4a group.
+
+    The bits [low, low + width) of the four codes are at bit `shift` of the four bytes of word `word` of a run.
+    """
 
     word: Number
     shift: Number
@@ -162,49 +173,51 @@ class Place(Generic[Number]):
         return (1 << self.width) - 1
 
 
-def places_of(quad: Number, run: int, bits: int) -> list[Place[Number]]:
-    """The bits of a quad, a number or an expression, of a run of so many rows."""
-    result, first, low = [], 0, 0
+def places_of(group: Number, run: int, bits: int) -> list[Place[Number]]:
+    """Locate the bit planes of dp4a group `group` (a number or an expression) in a run of `run` rows."""
+    fields, word, low = [], 0, 0
     for width in BIT_PLANES[bits]:
         per_word = 8 // width
-        result.append(Place(first + quad // per_word, quad % per_word * width, width, low))
-        first, low = first + words_of(run, width), low + width
-    return result
+        fields.append(Place(word + group // per_word, group % per_word * width, width, low))
+        word, low = word + words_of(run, width), low + width
+    return fields
 
 
 def pack_codes(codes: Array, block: int, bits: int) -> Array:
-    """Codes uint8 (rows, n) as words int32 (rows * bits / 32, n). Fastest where columns lie in one piece."""
+    """Pack codes, uint8 (rows, n), to words, int32 (rows * bits / 32, n); fastest if columns are contiguous."""
     rows, n = codes.shape
-    quads = np.ascontiguousarray(codes.T).view("<u4")  # (n, rows / 4)
+    groups = np.ascontiguousarray(codes.T).view("<u4")  # (n, rows / 4)
     if bits == 8:
-        return np.ascontiguousarray(quads.T).view(np.int32)
+        return np.ascontiguousarray(groups.T).view(np.int32)
     run = rows_of_run(block, bits)
     words = np.empty((rows // run, words_of(run, bits), n), np.uint32)
     first, low = 0, 0
     for width in BIT_PLANES[bits]:
-        plane, per_word = quads >> np.uint32(low) & np.uint32(ONES * ((1 << width) - 1)), 8 // width
-        joined = plane[:, 0::per_word].copy()
+        plane, per_word = groups >> np.uint32(low) & np.uint32(ONES * ((1 << width) - 1)), 8 // width
+        plane_words = plane[:, 0::per_word].copy()
         for k in range(1, per_word):
-            joined |= plane[:, k::per_word] << np.uint32(width * k)
+            plane_words |= plane[:, k::per_word] << np.uint32(width * k)
         count = words_of(run, width)
-        words[:, first : first + count] = joined.reshape(n, rows // run, count).transpose(1, 2, 0)
+        words[:, first : first + count] = plane_words.reshape(n, rows // run, count).transpose(1, 2, 0)
         first, low = first + count, low + width
     return words.reshape(words_of(rows, bits), n).view(np.int32)
 
 
 def unpack_codes(words: Array, block: int, bits: int) -> Array:
-    """The inverse: codes uint8 (rows, n)."""
+    """Unpack words, int32 (rows * bits / 32, n), to codes, uint8 (rows, n); the inverse of `pack_codes`."""
     n, run = words.shape[1], rows_of_run(block, bits)
     count = len(words) // words_of(run, bits)
     runs = words.reshape(count, words_of(run, bits), n).view(np.uint32)
-    quads = np.stack([_quad(runs, q, run, bits) for q in range(run // DP4A_BYTES)], axis=1)
-    bytewise = np.ascontiguousarray(quads.reshape(count * run // DP4A_BYTES, n)[..., None]).view(np.uint8)
+    groups = np.stack([_unpack_group(runs, group, run, bits) for group in range(run // DP4A_BYTES)], axis=1)
+    bytewise = np.ascontiguousarray(groups.reshape(count * run // DP4A_BYTES, n)[..., None]).view(np.uint8)
     return np.asarray(bytewise.swapaxes(1, 2).reshape(count * run, n))
 
 
-def _quad(runs: Array, q: int, run: int, bits: int) -> Array:
-    """Quad q of each run, (runs, n)."""
+def _unpack_group(runs: Array, group: int, run: int, bits: int) -> Array:
+    """Unpack dp4a group `group` of every run: uint32 (runs, n)."""
     array: Array = np.uint32(0)
-    for at in places_of(q, run, bits):
-        array = array | (runs[:, at.word] >> np.uint32(at.shift) & np.uint32(ONES * at.mask)) << np.uint32(at.low)
+    for field in places_of(group, run, bits):
+        array = array | (runs[:, field.word] >> np.uint32(field.shift) & np.uint32(ONES * field.mask)) << np.uint32(
+            field.low
+        )
     return array
