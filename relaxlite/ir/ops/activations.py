@@ -45,7 +45,7 @@ def _clip(x: Scalar, *, lower: float | None, upper: float | None) -> Scalar:
 
 
 def _clip_bounds(dtype: str, lower: float | None, upper: float | None) -> tuple[float | int | None, float | int | None]:
-    """Clip bounds as values of the dtype (uint8 has no -1); None for a bound that every value of the dtype satisfies."""
+    """Clip bounds as values of the dtype (uint8 has no -1); None for a bound that all its values satisfy."""
     if "int" not in dtype:
         return (None if lower == -math.inf else lower), (None if upper == math.inf else upper)
     info = np.iinfo(dtype)

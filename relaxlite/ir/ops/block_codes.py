@@ -73,7 +73,7 @@ class Coding:
         return Scalar(Intrinsic(LOOKUP, (word.value, *(literal(entries, "int32") for entries in table_words)), "int32"))
 
     def longest_rotation(self, block: int) -> int:
-        """Number of dp4a groups of a block that a Walsh-Hadamard transform may mix without overflowing bytes; 1: none."""
+        """Largest Walsh-Hadamard transform, in dp4a groups of a block, whose results fit into bytes; 1: none."""
         return math.gcd(1 << 8 - self.number_bits, block // DP4A_BYTES)
 
     def rotated(self, rotation: int) -> RotatedCoding:
