@@ -1,9 +1,9 @@
-"""Broadcasting of symbolic shapes, with NumPy's rule: sizes are equal, or one of them is 1.
+"""Broadcasting of symbolic shapes by NumPy's rule: sizes are equal, or one of them is 1.
 
-Two sizes that cannot be compared before run time are *ambiguous*: they may turn out equal, or one of them may be 1.
-The result then has the size `max(a, b) * min(1, min(a, b))` (an empty dimension stays empty), the operands are read
-at `min(i, size - 1)`, which is i when the operand has the full size and 0 when it has size 1, and the program starts
-with a `Check` that the sizes do agree.
+Two sizes that cannot be compared at compile time are *ambiguous*: at run time they may be equal, or one may be 1. The
+result then has the size `max(a, b) * min(1, min(a, b))` (an empty dimension stays empty), operands are read at
+`min(i, size - 1)`, which is i for an operand of the full size and 0 for one of size 1, and the program starts with a
+`Check` that the sizes agree.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from relaxlite.ir.symbolic import BinaryAtom, SymExpr, SymVar, as_int, smax, smi
 
 Shape = tuple[SymExpr, ...]
 
-PROVER = Analyzer()  # proves from what symbols know about themselves
+PROVER = Analyzer()  # uses only the bounds and divisors of symbols
 
 
 def broadcast_dim(a: SymExpr, b: SymExpr) -> SymExpr | None:
-    """The size of the result along one dimension; None when the two can never agree."""
+    """Broadcast two sizes of one dimension; None if they can never agree."""
     x, y = as_int(a), as_int(b)
     if a is b or y == 1:
         return a
@@ -43,7 +43,7 @@ def broadcast_dim(a: SymExpr, b: SymExpr) -> SymExpr | None:
 
 
 def _ambiguous_dim(a: SymExpr, b: SymExpr) -> SymExpr:
-    """max(a, b), or 0 when one of them is 0; one of the two where the other is never larger."""
+    """Broadcast size of ambiguous dimensions: max(a, b), or 0 if one is 0; simplified to a or b if provable."""
     for large, small in ((a, b), (b, a)):
         if PROVER.can_prove_le(small, large) and _is_empty_with(large, small):
             return large
@@ -56,28 +56,30 @@ def _ambiguous_dim(a: SymExpr, b: SymExpr) -> SymExpr:
 
 
 def _is_empty_with(a: SymExpr, b: SymExpr) -> bool:
-    """Whether a == 0 wherever b == 0: b is positive while its symbols are, and a vanishes with each of them."""
+    """Whether b == 0 implies a == 0: b is positive if all its symbols are, and a is 0 if any of them is."""
     zeros = [v for v in b.free_vars() if (v.lower or 0) <= 0]
     if not PROVER.can_prove_le(1, substitute(b, _positive(zeros))):
         return False
-    return _vanishes_with_each(a, zeros)
+    return _vanishes_with_any(a, zeros)
 
 
 def _agree_unless_empty(vanishing: SymExpr, other: SymExpr) -> bool:
-    """Whether they are equal while no symbol is 0, and the first is 0 where one is: broadcasting then gives the first
-    (a 0 goes with a 1 or a 0 only)."""
+    """Whether both sizes are equal if no symbol is 0, and `vanishing` is 0 if any symbol is.
+
+    `vanishing` is then their broadcast size, as a 0 broadcasts with 0 or 1 only.
+    """
     symbols = dict.fromkeys((*vanishing.free_vars(), *other.free_vars()))
     zeros = [v for v in symbols if v.lower == 0]
     if any(v.lower is None or v.lower < 0 for v in symbols):
         return False
-    if not _vanishes_with_each(vanishing, zeros):
+    if not _vanishes_with_any(vanishing, zeros):
         return False
     positive = _positive(zeros)
     return PROVER.can_prove_equal(substitute(vanishing, positive), substitute(other, positive))
 
 
-def _vanishes_with_each(size: SymExpr, symbols: Iterable[SymVar]) -> bool:
-    """Whether it is 0 where any of the symbols is; one that divides by a symbol has no value there."""
+def _vanishes_with_any(size: SymExpr, symbols: Iterable[SymVar]) -> bool:
+    """Whether `size` is 0 if any of the symbols is; False if `size` divides by one of them."""
     try:
         return all(as_int(substitute(size, {v: 0})) == 0 for v in symbols)
     except ZeroDivisionError:
@@ -85,18 +87,21 @@ def _vanishes_with_each(size: SymExpr, symbols: Iterable[SymVar]) -> bool:
 
 
 def _positive(symbols: Iterable[SymVar]) -> dict[SymVar, SymVar]:
+    """Map symbols to fresh ones with a lower bound of 1."""
     return {v: SymVar(v.name, lower=1, upper=v.upper, divisor=v.divisor) for v in symbols if v.upper != 0}
 
 
 def unless_empty(size: SymExpr) -> SymExpr:
-    """What a size is while none of its symbols is 0, where that has fewer cases: max(1, n) is n then. An exporter's
-    `1 + (n - 1) / 16`, rounded towards zero, becomes the convolution's (n + 15) // 16."""
+    """Simplify a size under the assumption that no symbol is 0, if that removes a min or max: max(1, n) becomes n.
+
+    An exporter's `1 + (n - 1) / 16`, rounded towards zero, becomes the convolution's (n + 15) // 16.
+    """
     if not any(isinstance(atom, BinaryAtom) for monomial, _ in size.terms for atom in monomial):
         return size
     positive = _positive(v for v in size.free_vars() if v.lower == 0)
-    found = PROVER.simplify(substitute(size, positive))
-    found = substitute(found, {result: v for v, result in positive.items()})
-    return found if num_extrema(found) < num_extrema(size) else size
+    simplified = PROVER.simplify(substitute(size, positive))
+    simplified = substitute(simplified, {positive_symbol: v for v, positive_symbol in positive.items()})
+    return simplified if num_extrema(simplified) < num_extrema(size) else size
 
 
 def _never_one(dim: SymExpr) -> bool:
@@ -108,7 +113,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def broadcast_shapes(*shapes: Shape, fail: Callable[[str], NoReturn] = _raise) -> Shape:
-    """The shape of the result; `fail` gets a text that names the shapes that cannot be broadcast."""
+    """Broadcast shapes; on failure call `fail` with a message (default: raise TypeInferenceError)."""
     result = shapes[0]
     for shape in shapes[1:]:
         result = _broadcast_pair(result, shape, fail)
@@ -134,7 +139,7 @@ def _padded(shape: Shape, rank: int) -> Shape:
 
 
 def broadcast_index(shape: Shape, out_indices: Sequence[SymExpr], out_shape: Shape) -> Shape:
-    """Where an operand of `shape` is read for the element `out_indices` of the result."""
+    """Indices of an operand of `shape` for element `out_indices` of the result."""
     skipped = len(out_shape) - len(shape)
     pairs = zip(shape, out_indices[skipped:], out_shape[skipped:], strict=True)
     return tuple(_index(dim, i, out) for dim, i, out in pairs)
@@ -147,20 +152,20 @@ def _index(dim: SymExpr, i: SymExpr, out: SymExpr) -> SymExpr:
 
 
 def broadcast_checks(name: str, *shapes: Shape, directed: bool = False) -> tuple[Check, ...]:
-    """Checks that ambiguous dimensions agree; none in the usual case. `directed`: the last shape is the result's."""
+    """Run-time checks that ambiguous dimensions agree; `directed`: the last shape is the result's."""
     rank = max(len(s) for s in shapes)
     checks: dict[tuple[SymExpr, SymExpr], Check] = {}
     for axis in range(rank):
         dims = list(dict.fromkeys(_padded(s, rank)[axis] for s in shapes))
         for k, a in enumerate(dims):
             for b in dims[k + 1 :]:
-                one = (as_int(a) == 1, as_int(b) == 1 and not directed)
-                if not any(one) and not PROVER.can_prove_equal(a, b):
-                    checks.setdefault((a, b), _agree(name, a, b, (a,) if directed else (a, b)))
+                is_one = (as_int(a) == 1, as_int(b) == 1 and not directed)
+                if not any(is_one) and not PROVER.can_prove_equal(a, b):
+                    checks.setdefault((a, b), _agreement_check(name, a, b, (a,) if directed else (a, b)))
     return tuple(checks.values())
 
 
-def _agree(name: str, a: SymExpr, b: SymExpr, stretched: Shape) -> Check:
+def _agreement_check(name: str, a: SymExpr, b: SymExpr, stretched: Shape) -> Check:
     cases = [index(a).equals(b)] + [index(d).equals(1) for d in stretched if not _never_one(d)]
     cond = cases[0]
     for case in cases[1:]:
@@ -171,7 +176,7 @@ def _agree(name: str, a: SymExpr, b: SymExpr, stretched: Shape) -> Check:
 
 
 def compute_broadcast(name: str, out: Buffer, operands: Sequence[Buffer], value: Callable[..., Value]) -> Stmt:
-    """out[i...] = value(elements of the operands), broadcast."""
+    """Build the checks and the loop nest of out[i...] = value(broadcast elements of the operands)."""
     checks = broadcast_checks(name, *(x.shape for x in operands))
 
     def element(*i: SymExpr) -> Value:
@@ -181,4 +186,5 @@ def compute_broadcast(name: str, out: Buffer, operands: Sequence[Buffer], value:
 
 
 def format_shape(shape: Shape) -> str:
+    """Format a shape as Python formats a tuple."""
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"

@@ -1,4 +1,4 @@
-"""Einstein summation. Two operands with a contracted index become one matrix product; the rest is a nest of its own."""
+"""Einstein summation: pairs of operands with a contracted index become matrix products, the rest one loop nest."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, product, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
 
-_ELLIPSIS_LABELS = "0123456789"  # what "..." stands for, last dimension "9"
+_ELLIPSIS_LABELS = "0123456789"  # labels of the dimensions of "...", the last one "9"
 
 
 @dataclass(frozen=True, slots=True)
 class _Equation:
-    """One label per dimension of each operand and of the result."""
+    """Parsed equation: one label per dimension of each operand and of the result."""
 
     inputs: tuple[str, ...]
     output: str
 
     @property
     def summed(self) -> str:
-        """The labels that the result lacks, in order of appearance."""
+        """Contracted labels, those missing in the result, in order of appearance."""
         return "".join(label for label in dict.fromkeys("".join(self.inputs)) if label not in self.output)
 
     def __str__(self) -> str:
-        """As text that parses to the same equation (digits, which only ellipses make, as unused letters)."""
+        """Format text that parses to the same equation; the digits of ellipses become unused letters."""
         letters = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if c not in "".join(self.inputs)]
         used = "".join(label for label in _ELLIPSIS_LABELS if label in "".join(self.inputs))
         text = f"{','.join(self.inputs)}->{self.output}"
@@ -43,6 +43,7 @@ class _Equation:
 
 
 def _parse(op: Op, text: str, ranks: Sequence[int]) -> _Equation:
+    """Parse an equation for operands of these ranks; fail the op if they do not fit."""
     left, arrow, output = text.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(ranks):
@@ -50,15 +51,17 @@ def _parse(op: Op, text: str, ranks: Sequence[int]) -> _Equation:
     inputs = []
     for k, (term, rank) in enumerate(zip(terms, ranks, strict=True)):
         letters = term.replace("...", "", 1)
-        spare = rank - len(letters)
-        if spare < 0 or (spare > 0 and "..." not in term) or (letters and not letters.isalpha()):
+        ellipsis_rank = rank - len(letters)
+        if ellipsis_rank < 0 or (ellipsis_rank > 0 and "..." not in term) or (letters and not letters.isalpha()):
             op.fail(f"term {term!r} of equation {text!r} does not fit operand {k} of rank {rank}")
-        inputs.append(term.replace("...", _ELLIPSIS_LABELS[len(_ELLIPSIS_LABELS) - spare :] if spare else ""))
-    spread = "".join(label for label in _ELLIPSIS_LABELS if label in "".join(inputs))
+        inputs.append(
+            term.replace("...", _ELLIPSIS_LABELS[len(_ELLIPSIS_LABELS) - ellipsis_rank :] if ellipsis_rank else "")
+        )
+    ellipsis = "".join(label for label in _ELLIPSIS_LABELS if label in "".join(inputs))
     if not arrow:
         labels = sorted(label for label in set("".join(inputs)) if "".join(inputs).count(label) == 1)
-        return _Equation(tuple(inputs), spread + "".join(label for label in labels if label not in spread))
-    output = output.replace("...", spread)
+        return _Equation(tuple(inputs), ellipsis + "".join(label for label in labels if label not in ellipsis))
+    output = output.replace("...", ellipsis)
     unknown = [label for label in output if label not in "".join(inputs)]
     if unknown or len(set(output)) != len(output):
         op.fail(f"the result of equation {text!r} must name labels of the operands, each once")
@@ -67,9 +70,9 @@ def _parse(op: Op, text: str, ranks: Sequence[int]) -> _Equation:
 
 @register
 class Einsum(Op):
-    """Einstein summation in NumPy's notation: "bij,bjk->bik", with "..." and the implicit form too.
+    """Einstein summation in NumPy's notation, such as "bij,bjk->bik", including "..." and the implicit form.
 
-    A size of 1 broadcasts. A label that occurs twice in one term is a diagonal.
+    Dimensions of size 1 broadcast. A label that occurs twice in one term selects the diagonal.
     """
 
     name = "einsum"
@@ -85,7 +88,7 @@ class Einsum(Op):
         return TensorType.of(tuple(sizes[label] for label in parsed.output), types[0].dtype)
 
     def sizes(self, equation: _Equation, shapes: Sequence[Shape]) -> dict[str, SymExpr]:
-        """The size of each label."""
+        """Infer the size of every label; fail if terms disagree."""
         exprs: dict[str, SymExpr] = {}
         for k, (labels, shape) in enumerate(zip(equation.inputs, shapes, strict=True)):
             for label, dim in zip(labels, shape, strict=True):
@@ -97,7 +100,7 @@ class Einsum(Op):
         return exprs
 
     def terms(self, equation: str, shapes: Sequence[Sequence[int]]) -> int:
-        """How many terms each element of the result is the sum of, where operands are of these shapes."""
+        """Number of products summed per element of the result, for operands of these constant shapes."""
         parsed, sizes = _parse(self, equation, [len(shape) for shape in shapes]), dict[str, int]()
         for labels, shape in zip(parsed.inputs, shapes, strict=True):
             for label, size in zip(labels, shape, strict=True):
@@ -118,17 +121,17 @@ class Einsum(Op):
         return self._as_matmul(bb, xs, equation, shapes)
 
     def _first_two(self, bb: BlockBuilder, xs: Sequence[Expr], equation: _Equation) -> Expr:
-        """Contract two operands, then the result with the others."""
-        kept = "".join(equation.inputs[2:]) + equation.output
+        """Contract the first two operands, then their result with the remaining ones."""
+        used_later = "".join(equation.inputs[2:]) + equation.output
         labels = dict.fromkeys("".join(equation.inputs[:2]))
-        pair = _Equation(equation.inputs[:2], "".join(label for label in labels if label in kept))
+        pair = _Equation(equation.inputs[:2], "".join(label for label in labels if label in used_later))
         rest = _Equation((pair.output, *equation.inputs[2:]), equation.output)
         return self(emit_op(bb, "einsum", *xs[:2], equation=str(pair)), *xs[2:], equation=str(rest))
 
     def _as_matmul(
         self, bb: BlockBuilder, xs: Sequence[Expr], equation: _Equation, shapes: Sequence[Shape]
     ) -> Expr | None:
-        """(batch, left, contracted) @ (batch, contracted, right), reshaped and transposed; None if it is not that."""
+        """Rewrite to one matmul, (batch, left, contracted) @ (batch, contracted, right); None if impossible."""
         a, b = equation.inputs
         output = equation.output
         contracted = [label for label in a if label in b and label not in output]
@@ -136,10 +139,10 @@ class Einsum(Op):
             return None
         if any(not PROVER.can_prove_equal(shapes[0][a.index(c)], shapes[1][b.index(c)]) for c in a if c in b):
             return None
-        alone = [[c for c in term if c in other + output] for term, other in ((a, b), (b, a))]
-        if len(alone[0]) != len(a) or len(alone[1]) != len(b):
-            terms = tuple("".join(labels) for labels in alone)
-            sums = [str(_Equation((term,), kept)) for term, kept in zip((a, b), terms, strict=True)]
+        own_labels = [[c for c in term if c in other + output] for term, other in ((a, b), (b, a))]
+        if len(own_labels[0]) != len(a) or len(own_labels[1]) != len(b):
+            terms = tuple("".join(labels) for labels in own_labels)
+            sums = [str(_Equation((term,), own)) for term, own in zip((a, b), terms, strict=True)]
             summed = [emit_op(bb, "einsum", x, equation=text) for x, text in zip(xs, sums, strict=True)]
             return self(*summed, equation=str(_Equation(terms, output)))
         sizes = self.sizes(equation, shapes)
@@ -197,7 +200,7 @@ class Einsum(Op):
 
 
 def _matrix(bb: BlockBuilder, x: Expr, labels: str, sizes: Mapping[str, SymExpr], groups: Sequence[list[str]]) -> Expr:
-    """x as (batch..., rows, columns): transposed and reshaped where that changes something."""
+    """Transpose and reshape x to (batch..., rows, columns); no-ops are left out."""
     batch, rows, columns = groups
     order = [labels.index(c) for c in (*batch, *rows, *columns)]
     if order != list(range(len(order))):

@@ -1,4 +1,4 @@
-"""Tensors made from shapes and scalars."""
+"""Ops that create tensors from shapes and scalars: full, arange, eye, trilu, one_hot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from relaxlite.ir.types import TensorType, Type
 
 
 def check_scalar(op: Op, operand: Expr, name: str) -> TensorType:
-    """The type of an operand that has one element."""
+    """Check that an operand has one element, as far as its type tells; return the type."""
     ty = op.tensor(operand, name)
     if any(PROVER.can_prove_ne(d, 1) for d in ty.shape or ()):
         op.fail(f"{name} must have one element, got {ty}")
@@ -33,7 +33,7 @@ def check_scalar(op: Op, operand: Expr, name: str) -> TensorType:
 
 @register
 class Full(Op):
-    """A tensor of `shape` with every element equal to `value`, a tensor of one element."""
+    """Tensor of `shape` filled with `value`, a tensor of one element."""
 
     name = "full"
     operands = ("shape", "value")
@@ -56,7 +56,10 @@ class Full(Op):
 
 @register
 class Arange(Op):
-    """`count` (a shape of one value) elements start, start + delta, ...; these two are tensors of one element."""
+    """Vector of `count` elements start, start + delta, ...
+
+    `start` and `delta` are tensors of one element, `count` is a shape of one value.
+    """
 
     name = "arange"
     operands = ("start", "delta", "count")
@@ -98,7 +101,7 @@ class Arange(Op):
 
 @register
 class Eye(Op):
-    """A matrix of `shape` with ones where column - row == k, zeros elsewhere."""
+    """Matrix of `shape` with ones on diagonal k (column - row == k) and zeros elsewhere."""
 
     name = "eye"
     operands = ("shape",)
@@ -127,7 +130,7 @@ class Eye(Op):
 
 @register
 class Trilu(Op):
-    """The upper triangle of each matrix of x (column - row >= k), or the lower one (<= k); zeros elsewhere.
+    """Upper (column - row >= k) or lower (column - row <= k) triangle of each matrix of x; zeros elsewhere.
 
     `k` is a shape of one value, which may be negative.
     """
@@ -160,9 +163,9 @@ class Trilu(Op):
 
 @register
 class OneHot(Op):
-    """`values[1]` where the index equals the position along the new axis of size `depth`, else `values[0]`.
+    """One-hot encoding: values[1] where the index equals the position along a new axis of size `depth`, else values[0].
 
-    An index below 0 counts from the end; one out of range marks nothing.
+    Negative indices count from the end; rows of indices out of range are all values[0].
     """
 
     name = "one_hot"
@@ -170,14 +173,16 @@ class OneHot(Op):
     attrs = {"axis": Attr("int", -1)}
 
     def infer(self, indices: Expr, depth: Expr, values: Expr, *, axis: int) -> Type:
-        positions, given = self.tensor(indices, "indices"), self.tensor(values, "values")
-        check_dtype(self, positions, dtypes.INTEGERS, "indices")
-        size = self.shape(depth, "depth")
-        if len(size) != 1 or given.rank != 1:
-            self.fail(f"depth must be a shape of one value and values a vector (off, on), got {depth.ty} and {given}")
-        dims = list(positions.shape or ())
-        dims.insert(normalize_axis(self, axis, len(dims) + 1), size[0])
-        return TensorType.of(tuple(dims), given.dtype)
+        index_type, value_type = self.tensor(indices, "indices"), self.tensor(values, "values")
+        check_dtype(self, index_type, dtypes.INTEGERS, "indices")
+        depth_shape = self.shape(depth, "depth")
+        if len(depth_shape) != 1 or value_type.rank != 1:
+            self.fail(
+                f"depth must be a shape of one value and values a vector (off, on), got {depth.ty} and {value_type}"
+            )
+        dims = list(index_type.shape or ())
+        dims.insert(normalize_axis(self, axis, len(dims) + 1), depth_shape[0])
+        return TensorType.of(tuple(dims), value_type.dtype)
 
     def lower(self, indices: Buffer, depth: Shape, values: Buffer, *, out: Buffer, axis: int) -> Stmt:
         axis = normalize_axis(self, axis, len(out.shape))
@@ -192,8 +197,8 @@ class OneHot(Op):
     def reference(self, indices: Any, depth: Any, values: Any, *, axis: int) -> Any:
         size = int(depth[0])
         wide = np.expand_dims(indices.astype(np.int64), axis)
-        places = np.arange(size).reshape([-1 if k == axis % wide.ndim else 1 for k in range(wide.ndim)])
-        return np.where((wide == places) | (wide + size == places), values[1], values[0])
+        positions = np.arange(size).reshape([-1 if k == axis % wide.ndim else 1 for k in range(wide.ndim)])
+        return np.where((wide == positions) | (wide + size == positions), values[1], values[0])
 
     def samples(self) -> Iterable[Sample]:
         types = ("int64", "shape", "float32")

@@ -1,8 +1,8 @@
-"""Ops whose result has a size that only the data tells.
+"""Ops with data-dependent result sizes: non_zero, compress, unique.
 
-The result type of such an op has no shape: a MatchShape gives it one, with a fresh symbol for the unknown size. Each op
-is decomposed into a program that counts, `tensor_to_shape` and a MatchShape that bind the symbol, and a program that
-fills a result of that size.
+The result type of such an op has no shape; a MatchShape gives it one, with a fresh symbol for the unknown size. Each op
+decomposes into a program that counts, `tensor_to_shape` and a MatchShape that bind the symbol, and a program that fills
+a result of that size.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ ZERO = literal(0, "int64")
 
 
 def bind_count(bb: BlockBuilder, count: Expr, name: str) -> SymVar:
-    """A fresh symbol whose value is the element of `count`, an int64 tensor of shape (1,)."""
+    """Bind the element of `count`, int64 of shape (1,), to a fresh symbol and return the symbol."""
     size = bb.symbol(name)
     bb.match_shape(bb.emit(get_op("tensor_to_shape")(count)), (size,))
     return size
 
 
 def counter() -> Buffer:
+    """Local int64 counter of shape (1,)."""
     return Buffer.of("counter", (1,), "int64", "local")
 
 
 def advance(count: Buffer) -> Stmt:
+    """Increment a counter."""
     return Store(count, (sym(0),), ONE, "add")
 
 
 @register
 class NonzeroCount(Op):
-    """How many elements of x are not zero: int64, shape (1,)."""
+    """Number of nonzero elements of x: int64 of shape (1,)."""
 
     name = "nonzero_count"
     operands = ("x",)
@@ -69,7 +71,7 @@ class NonzeroCount(Op):
 
 @register
 class NonzeroFill(Op):
-    """The positions of the nonzero elements of x in row-major order: int64 (rank, count), for their known count."""
+    """Indices of the `count` nonzero elements of x in row-major order: int64 (rank, count)."""
 
     name = "nonzero_fill"
     operands = ("x", "count")
@@ -79,15 +81,15 @@ class NonzeroFill(Op):
         return TensorType.of((rank, *self.shape(count, "count")), "int64")
 
     def lower(self, x: Buffer, count: Shape, *, out: Buffer) -> Stmt:
-        result = counter()
+        filled = counter()
 
         def visit(*i: SymVar) -> Stmt:
-            place = SymVar("p")
-            stores = [Store(out, (sym(axis), place), index(e).value) for axis, e in enumerate(i)]
-            keep = Scalar(x[i]).differs(0) & (Scalar(result[0]) < count[0])
-            return IfThenElse(keep.value, LetIndex(place, result[0], seq(*stores, advance(result))))
+            position = SymVar("p")
+            stores = [Store(out, (sym(axis), position), index(e).value) for axis, e in enumerate(i)]
+            is_stored = Scalar(x[i]).differs(0) & (Scalar(filled[0]) < count[0])
+            return IfThenElse(is_stored.value, LetIndex(position, filled[0], seq(*stores, advance(filled))))
 
-        return Allocate(result, seq(Store(result, (sym(0),), ZERO), loops("ijklmn", x.shape, visit)))
+        return Allocate(filled, seq(Store(filled, (sym(0),), ZERO), loops("ijklmn", x.shape, visit)))
 
     def reference(self, x: Any, count: Any) -> Any:
         return np.array(np.nonzero(x), dtype=np.int64)
@@ -99,9 +101,9 @@ class NonzeroFill(Op):
 
 @register
 class NonZero(Op):
-    """The positions of the nonzero elements of x, in row-major order: int64 (rank, count).
+    """Indices of the nonzero elements of x in row-major order: int64 (rank, count).
 
-    The type has no shape, for the count is data: bind it with `bb.match_shape(result, (rank, bb.symbol("count")))`.
+    The type has no shape: bind it by `bb.match_shape(result, (rank, bb.symbol("count")))`.
     """
 
     name = "non_zero"
@@ -128,9 +130,9 @@ class NonZero(Op):
 
 @register
 class Compress(Op):
-    """The slices of x along `axis` (None: the elements of x, flattened) where the vector `condition` is true.
+    """Slices of x along `axis` (None: elements of x, flattened) where the bool vector `condition` is true.
 
-    A condition shorter than the axis leaves the rest out. The type has no shape: bind it with a MatchShape.
+    Slices beyond the end of a shorter condition are dropped. The type has no shape: bind it by a MatchShape.
     """
 
     name = "compress"
@@ -151,8 +153,8 @@ class Compress(Op):
         axis = call.attrs["axis"]
         assert isinstance(x.ty, TensorType)
         size = bind_count(bb, bb.emit(get_op("nonzero_count")(condition)), "kept")
-        places = bb.emit(get_op("nonzero_fill")(condition, shape_value((size,))))
-        indices = bb.emit(get_op("reshape")(places, shape_value((size,))))
+        positions = bb.emit(get_op("nonzero_fill")(condition, shape_value((size,))))
+        indices = bb.emit(get_op("reshape")(positions, shape_value((size,))))
         if axis is None:
             x = bb.emit(get_op("reshape")(x, shape_value((product(x.ty.shape or ()),))))
         return get_op("gather")(x, indices, axis=axis or 0)
@@ -168,7 +170,7 @@ class Compress(Op):
 
 @register
 class UniqueCount(Op):
-    """How many different values the vector x has, given its sorting `order`: int64, shape (1,)."""
+    """Number of distinct values of the vector x, whose argsort is `order`: int64 of shape (1,)."""
 
     name = "unique_count"
     operands = ("x", "order")
@@ -181,7 +183,7 @@ class UniqueCount(Op):
         return seq(
             *_order_checks(self.name, x, order),
             Store(out, (sym(0),), ZERO),
-            _each_in_order(x, order, lambda p, is_new: IfThenElse(is_new.value, advance(out))),
+            _loop_in_order(x, order, lambda p, is_new: IfThenElse(is_new.value, advance(out))),
         )
 
     def reference(self, x: Any, order: Any) -> Any:
@@ -196,21 +198,23 @@ def _order_checks(name: str, x: Buffer, order: Buffer) -> tuple[Stmt, ...]:
 
 
 def _sorted_sample(shapes: Any, types: Any) -> Sample:
-    """x already in order, so that `order` is 0, 1, 2, ..."""
+    """Sample with a sorted x, so that `order` is 0, 1, 2, ..."""
     draws = {0: lambda shape, rng: np.arange(shape[0]), 1: lambda shape, rng: np.arange(shape[0])}
     return Sample(shapes, {}, types, make=draws)
 
 
-def _each_in_order(x: Buffer, order: Buffer, make: Any) -> Stmt:
-    """make(p, is_new) for every position p of x in sorted order; `is_new`: its value differs from the one before. NaNs,
-    which come last, are one value."""
+def _loop_in_order(x: Buffer, order: Buffer, make: Any) -> Stmt:
+    """Loop over the positions of x in sorted order: make(p, is_new).
+
+    `is_new`: x[p] differs from its predecessor. NaNs, which come last, count as one value.
+    """
 
     def step(t: SymVar) -> Stmt:
         p, q = SymVar("p"), SymVar("q")
-        value, before = Scalar(x[p]), Scalar(x[q])
-        differs = value.differs(before)
+        value, previous = Scalar(x[p]), Scalar(x[q])
+        differs = value.differs(previous)
         if dtypes.is_float(x.dtype):
-            differs = differs & (value.equals(value) | before.equals(before))
+            differs = differs & (value.equals(value) | previous.equals(previous))
         is_new = index(t).equals(0) | differs
         return LetIndex(p, order[t], LetIndex(q, order[smax(t - 1, 0)], make(p, is_new)))
 
@@ -219,8 +223,11 @@ def _each_in_order(x: Buffer, order: Buffer, make: Any) -> Stmt:
 
 @register
 class UniqueFill(Op):
-    """The different values of the vector x in order, where each first occurs, the place of each element of x among
-    them, and how often each occurs; given the sorting `order` and their number."""
+    """Distinct values of the vector x with their first indices, the inverse mapping, and their counts.
+
+    The values are sorted; `order` is the argsort of x and `count` the number of distinct values, a shape of one value.
+    Results: values (count,), first indices int64 (count,), inverse int64 (size of x,), counts int64 (count,).
+    """
 
     name = "unique_fill"
     operands = ("x", "order", "count")
@@ -236,18 +243,18 @@ class UniqueFill(Op):
 
         def visit(p: SymVar, is_new: Scalar) -> Stmt:
             g = SymVar("g")
-            fresh = Scalar(groups[0])
-            opened = SymVar("g")
-            starts = [
-                Store(values, (opened,), x[p]),
-                Store(first, (opened,), index(p).value),
-                Store(counts, (opened,), ZERO),
+            next_group = Scalar(groups[0])
+            new_group = SymVar("g")
+            init_stores = [
+                Store(values, (new_group,), x[p]),
+                Store(first, (new_group,), index(p).value),
+                Store(counts, (new_group,), ZERO),
             ]
-            opening = LetIndex(opened, fresh.value, seq(*starts, advance(groups)))
+            open_group = LetIndex(new_group, next_group.value, seq(*init_stores, advance(groups)))
             member = seq(Store(inverse, (p,), index(g).value), Store(counts, (g,), ONE, "add"))
-            return seq(IfThenElse(is_new.value, opening), LetIndex(g, (fresh - 1).value, member))
+            return seq(IfThenElse(is_new.value, open_group), LetIndex(g, (next_group - 1).value, member))
 
-        visits = Allocate(groups, seq(Store(groups, (sym(0),), ZERO), _each_in_order(x, order, visit)))
+        visits = Allocate(groups, seq(Store(groups, (sym(0),), ZERO), _loop_in_order(x, order, visit)))
         return seq(*_order_checks(self.name, x, order), visits)
 
     def reference(self, x: Any, order: Any, count: Any) -> Any:
@@ -260,10 +267,10 @@ class UniqueFill(Op):
 
 @register
 class Unique(Op):
-    """The different elements of x, flattened: (values, first indices, inverse, counts), as numpy.unique gives them.
+    """Distinct elements of x, flattened: (values, first indices, inverse, counts), as in numpy.unique.
 
-    `sorted=False`: in the order of their first occurrence. The types of all but `inverse` have no shape: bind them with
-    a MatchShape, one symbol for all of them.
+    `sorted=False`: in the order of their first occurrence. The types of all but `inverse` have no shape: bind them by
+    MatchShapes with one common symbol.
     """
 
     name = "unique"

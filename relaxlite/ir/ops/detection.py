@@ -1,4 +1,4 @@
-"""Non-maximum suppression: from many overlapping boxes the best ones."""
+"""Non-maximum suppression of overlapping boxes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from relaxlite.ir.types import TensorType, TupleType, Type
 
 @register
 class NmsSelect(Op):
-    """Per batch and class, the boxes that survive, best first: (kept (b, c, n), counts (b, c)), both int64.
+    """Greedy non-maximum suppression per batch and class: (box indices (b, c, n), counts (b, c)), both int64.
 
-    `order` sorts the scores in descending order; only the first counts[b, c] elements of kept[b, c] mean anything.
+    `order` is the descending argsort of the scores. Only the first counts[b, c] indices of each (b, c) are defined, in
+    the order of their scores. See `non_max_suppression` for the other operands.
     """
 
     name = "nms_select"
@@ -41,7 +42,7 @@ class NmsSelect(Op):
         self, boxes: Buffer, scores: Buffer, order: Buffer, iou_threshold: Buffer, score_threshold: Buffer,
         limit: Shape, *, out: tuple[Buffer, Buffer], center_point_box: bool,
     ) -> Stmt:  # fmt: skip
-        kept, counts = out
+        selected, counts = out
         overlaps = Buffer.of("overlaps", (1,), "bool", "local")
         zero = (sym(0),)
 
@@ -50,20 +51,20 @@ class NmsSelect(Op):
                 def compare(s: SymExpr) -> Stmt:
                     q = SymVar("q")
                     iou = _iou(_corners(boxes, b, p, center_point_box), _corners(boxes, b, q, center_point_box))
-                    hit = iou > Scalar(only_element(iou_threshold))
-                    return LetIndex(q, kept[b, c, s], Store(overlaps, zero, hit.value, "or"))
+                    is_overlap = iou > Scalar(only_element(iou_threshold))
+                    return LetIndex(q, selected[b, c, s], Store(overlaps, zero, is_overlap.value, "or"))
 
-                keep = seq(Store(kept, (b, c, m), index(p).value), Store(counts, (b, c), ONE, "add"))
+                select_box = seq(Store(selected, (b, c, m), index(p).value), Store(counts, (b, c), ONE, "add"))
                 return seq(
                     Store(overlaps, zero, literal(False, "bool")),
                     loops("s", (m,), compare),
-                    IfThenElse((~Scalar(overlaps[0])).value, keep),
+                    IfThenElse((~Scalar(overlaps[0])).value, select_box),
                 )
 
             def visit(t: SymExpr) -> Stmt:
                 p, m = SymVar("p"), SymVar("m")
-                good = Scalar(scores[b, c, p]) > Scalar(only_element(score_threshold))
-                entry = IfThenElse((good & (index(m) < limit[0])).value, consider(p, m))
+                passes_threshold = Scalar(scores[b, c, p]) > Scalar(only_element(score_threshold))
+                entry = IfThenElse((passes_threshold & (index(m) < limit[0])).value, consider(p, m))
                 return LetIndex(p, order[b, c, t], LetIndex(m, counts[b, c], entry))
 
             return seq(Store(counts, (b, c), ZERO), loops("t", (scores.shape[2],), visit))
@@ -80,18 +81,18 @@ class NmsSelect(Op):
         self, boxes: Any, scores: Any, order: Any, iou_threshold: Any, score_threshold: Any, limit: Any,
         *, center_point_box: bool,
     ) -> Any:  # fmt: skip
-        kept, counts = np.zeros(scores.shape, np.int64), np.zeros(scores.shape[:2], np.int64)
+        selected, counts = np.zeros(scores.shape, np.int64), np.zeros(scores.shape[:2], np.int64)
         for b, c in np.ndindex(scores.shape[:2]):
-            chosen = _select_reference(
+            boxes_of_class = _select_reference(
                 boxes[b], scores[b, c], order[b, c], float(iou_threshold.reshape(-1)[0]),
                 float(score_threshold.reshape(-1)[0]), int(limit[0]), center_point_box,
             )  # fmt: skip
-            kept[b, c, : len(chosen)], counts[b, c] = chosen, len(chosen)
-        return kept, counts
+            selected[b, c, : len(boxes_of_class)], counts[b, c] = boxes_of_class, len(boxes_of_class)
+        return selected, counts
 
 
 def _corners(boxes: Buffer, b: SymExpr, p: SymExpr, center: bool) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-    """(low, high) of both sides; corner boxes may name any two opposite corners."""
+    """Bounds (low, high, low, high) of a box along both axes; corner boxes may name any two opposite corners."""
     v = [Scalar(boxes[b, p, k]) for k in range(4)]
     if center:
         return v[0] - v[2] / 2.0, v[0] + v[2] / 2.0, v[1] - v[3] / 2.0, v[1] + v[3] / 2.0
@@ -115,50 +116,49 @@ def _select_reference(
         corners = np.concatenate([corners[:, :2] - half, corners[:, :2] + half], 1)
     low, high = np.minimum(corners[:, :2], corners[:, 2:]), np.maximum(corners[:, :2], corners[:, 2:])
     area = np.prod(high - low, axis=1)
-    chosen: list[int] = []
+    selected: list[int] = []
     for p in order:
-        common = [np.prod(np.maximum(np.minimum(high[p], high[q]) - np.maximum(low[p], low[q]), 0)) for q in chosen]
-        ious = [c / max(area[p] + area[q] - c, 1e-30) for c, q in zip(common, chosen, strict=True)]
-        if len(chosen) < limit and scores[p] > score_threshold and all(v <= iou_threshold for v in ious):
-            chosen.append(int(p))
-    return chosen
+        common = [np.prod(np.maximum(np.minimum(high[p], high[q]) - np.maximum(low[p], low[q]), 0)) for q in selected]
+        ious = [c / max(area[p] + area[q] - c, 1e-30) for c, q in zip(common, selected, strict=True)]
+        if len(selected) < limit and scores[p] > score_threshold and all(v <= iou_threshold for v in ious):
+            selected.append(int(p))
+    return selected
 
 
 @register
 class NmsCollect(Op):
-    """The survivors of every batch and class as rows (batch, class, box): int64 (count, 3)."""
+    """Compact the boxes selected by `nms_select` to rows (batch, class, box): int64 (count, 3)."""
 
     name = "nms_collect"
     operands = ("kept", "counts", "count")
 
-    def infer(self, kept: Expr, counts: Expr, count: Expr) -> Type:
+    def infer(self, selected: Expr, counts: Expr, count: Expr) -> Type:
         return TensorType.of((*self.shape(count, "count"), 3), "int64")
 
-    def lower(self, kept: Buffer, counts: Buffer, count: Shape, *, out: Buffer) -> Stmt:
-        result = counter()
+    def lower(self, selected: Buffer, counts: Buffer, count: Shape, *, out: Buffer) -> Stmt:
+        filled = counter()
 
         def visit(b: SymExpr, c: SymExpr, s: SymExpr) -> Stmt:
             r = SymVar("r")
-            row = (index(b).value, index(c).value, kept[b, c, s])
+            row = (index(b).value, index(c).value, selected[b, c, s])
             stores = [Store(out, (r, sym(k)), value) for k, value in enumerate(row)]
-            is_kept = (index(s) < Scalar(counts[b, c])) & (Scalar(result[0]) < count[0])
-            return IfThenElse(is_kept.value, LetIndex(r, result[0], seq(*stores, advance(result))))
+            is_selected = (index(s) < Scalar(counts[b, c])) & (Scalar(filled[0]) < count[0])
+            return IfThenElse(is_selected.value, LetIndex(r, filled[0], seq(*stores, advance(filled))))
 
-        return Allocate(result, seq(Store(result, (sym(0),), ZERO), loops("bcs", kept.shape, visit)))
+        return Allocate(filled, seq(Store(filled, (sym(0),), ZERO), loops("bcs", selected.shape, visit)))
 
-    def reference(self, kept: Any, counts: Any, count: Any) -> Any:
-        rows = [(b, c, kept[b, c, s]) for b, c in np.ndindex(counts.shape) for s in range(counts[b, c])]
+    def reference(self, selected: Any, counts: Any, count: Any) -> Any:
+        rows = [(b, c, selected[b, c, s]) for b, c in np.ndindex(counts.shape) for s in range(counts[b, c])]
         return np.array(rows, np.int64).reshape(-1, 3)
 
 
 @register
 class NonMaxSuppression(Op):
-    """The boxes that survive non-maximum suppression: int64 rows (batch, class, box), best first in each class.
+    """Non-maximum suppression: int64 rows (batch, class, box) of the selected boxes, best first in each class.
 
-    boxes (b, n, 4), scores (b, c, n). A box goes when its score is not above `score_threshold`, when it overlaps a
-    better one by more than `iou_threshold`, or when its class has `limit` (a shape of one value) boxes already. Boxes
-    are (y1, x1, y2, x2), or (x, y, width, height) with `center_point_box`. The type has no shape: bind it with a
-    MatchShape.
+    boxes (b, n, 4), scores (b, c, n). A box is dropped if its score is not above `score_threshold`, if its IoU with a
+    selected box is above `iou_threshold`, or if its class already has `limit` (a shape of one value) boxes. Boxes are
+    (y1, x1, y2, x2), or (x, y, width, height) with `center_point_box`. The type has no shape: bind it by a MatchShape.
     """
 
     name = "non_max_suppression"
@@ -181,7 +181,7 @@ class NonMaxSuppression(Op):
         boxes, scores, iou_threshold, score_threshold, limit = call.args
         order = bb.emit(get_op("argsort")(scores, descending=True))
         select_op = get_op("nms_select")
-        selected = bb.emit(
+        result = bb.emit(
             select_op(
                 boxes,
                 scores,
@@ -192,19 +192,19 @@ class NonMaxSuppression(Op):
                 center_point_box=call.attrs["center_point_box"],
             )
         )
-        kept, counts = bb.emit(TupleGetItem(selected, 0)), bb.emit(TupleGetItem(selected, 1))
+        indices, counts = bb.emit(TupleGetItem(result, 0)), bb.emit(TupleGetItem(result, 1))
         total = bb.emit(get_op("sum")(counts))
         size = bind_count(bb, bb.emit(get_op("reshape")(total, shape_value((1,)))), "selected")
-        return get_op("nms_collect")(kept, counts, shape_value((size,)))
+        return get_op("nms_collect")(indices, counts, shape_value((size,)))
 
     def reference(
         self, boxes: Any, scores: Any, iou_threshold: Any, score_threshold: Any, limit: Any, *, center_point_box: bool
     ) -> Any:
         order = argsort_reference(scores, -1, descending=True)
-        kept, counts = NmsSelect().reference(
+        indices, counts = NmsSelect().reference(
             boxes, scores, order, iou_threshold, score_threshold, limit, center_point_box=center_point_box
         )
-        return NmsCollect().reference(kept, counts, None)
+        return NmsCollect().reference(indices, counts, None)
 
     def samples(self) -> Iterable[Sample]:
         def boxes(shape: tuple[int, ...], rng: np.random.Generator) -> Any:

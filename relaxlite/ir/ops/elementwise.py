@@ -1,6 +1,6 @@
-"""Element-by-element ops of one operand, `cast` and `where`: the table of unary functions, one row per op.
+"""Unary element-wise ops, one row per op, and `cast` and `where`.
 
-Activation functions stand in activations.py, ops of two operands in binary.py.
+Activation functions are in activations.py, binary ops in binary.py.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Objects = NDArray[np.object_]
 
 
 def check_dtype(op: Op, ty: TensorType, accepts: tuple[DType, ...], name: str = "x") -> None:
-    """Raise unless the operand's dtype is one of `accepts`."""
+    """Fail the op unless the dtype of operand `name` is one of `accepts`."""
     if ty.dtype not in accepts:
         op.fail(f"{name} has dtype {ty.dtype}; it must be one of {', '.join(accepts)}: cast it first")
 
 
 def map_symbolic(function: Callable[..., SymExpr | bool | None], *operands: Any) -> Objects | None:
-    """function over broadcast object arrays, element by element; None when it has no answer for one of them."""
+    """Map a function over broadcast object arrays, element by element; None if it returns None for any element."""
     arrays = np.broadcast_arrays(*(np.asarray(x, dtype=object) for x in operands))
     out = np.empty(arrays[0].shape, dtype=object)
     for at in np.ndindex(out.shape):
@@ -52,7 +52,7 @@ def map_symbolic(function: Callable[..., SymExpr | bool | None], *operands: Any)
 
 
 class UnaryOp(Op):
-    """Base of the rows: a formula over a scalar, and the same in NumPy. Half-precision floats compute in float32."""
+    """Unary element-wise op: a formula over a Scalar and its NumPy equivalent, in float32 for half-precision floats."""
 
     operands = ("x",)
     accepts: ClassVar[tuple[DType, ...]]
@@ -91,7 +91,7 @@ class UnaryOp(Op):
 
 
 def draw_positive(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-    """Values inside the domain of log, sqrt, asin, atanh (and, plus one, of acosh)."""
+    """Draw values in [0.05, 0.95), the common domain of log, sqrt, asin and atanh."""
     return rng.uniform(0.05, 0.95, shape).astype(np.float32)
 
 
@@ -107,14 +107,14 @@ def unary(
     symbolic: Callable[[SymExpr], SymExpr | bool | None] | None = None,
     positive: bool = False,
 ) -> None:
-    """Declare one row; `formula` is the name of a scalar function, or Scalar -> Scalar."""
+    """Register a unary op; `formula` is the name of a scalar function, or a function of a Scalar and the attributes."""
     function = (lambda x: x.unary(formula)) if isinstance(formula, str) else formula
-    declared = {
+    members = {
         "name": name, "__doc__": doc, "accepts": accepts, "result": result, "attrs": attrs or {}, "positive": positive,
         "formula": staticmethod(function), "numpy": staticmethod(numpy), "is_symbolic": symbolic is not None,
         "symbolic": None if symbolic is None else staticmethod(symbolic),
     }  # fmt: skip
-    register_op(type(f"Unary_{name}", (UnaryOp,), declared)())
+    register_op(type(f"Unary_{name}", (UnaryOp,), members)())
 
 
 def _symbolic_abs(x: SymExpr) -> SymExpr | None:
@@ -186,8 +186,11 @@ unary(
 
 @register
 class CastOp(Op):
-    """x as another dtype. Float to integer truncates and saturates (NaN: 0); to bool tests x != 0; integers wrap. Where
-    it `flushes`, a bfloat16 below 2**-126 may be a zero instead: that takes one instruction."""
+    """Convert x to another dtype.
+
+    Floats to integers truncate and saturate (NaN: 0); integers wrap; to bool is x != 0. With `flushes`, subnormal
+    results in bfloat16 (below 2**-126) may be flushed to zero, as the one instruction that converts from float32 does.
+    """
 
     name = "cast"
     operands = ("x",)
@@ -204,8 +207,8 @@ class CastOp(Op):
         def element(value: Value) -> Value:
             if value.dtype == dtype:
                 return value
-            is_narrow = flushes and (value.dtype, dtype) == ("float32", "bfloat16")
-            return Intrinsic(NARROW, (value,), dtype) if is_narrow else Cast(value, dtype)
+            may_flush = flushes and (value.dtype, dtype) == ("float32", "bfloat16")
+            return Intrinsic(NARROW, (value,), dtype) if may_flush else Cast(value, dtype)
 
         return compute(out, lambda *i: element(x[i]))
 
@@ -228,7 +231,7 @@ def _symbolic_bool(x: SymExpr) -> bool | None:
 
 
 def cast_array(x: Any, dtype: DType) -> Any:
-    """The NumPy meaning of `Cast`."""
+    """Convert a NumPy array as `Cast` does; see `cast`."""
     target = dtypes.to_numpy(dtype)
     source = dtypes.from_numpy(x.dtype)
     if dtype == "bool":
@@ -238,16 +241,16 @@ def cast_array(x: Any, dtype: DType) -> Any:
             return x.astype(target)
     wide, info = x.astype(np.float64), np.iinfo(target)
     with np.errstate(all="ignore"):
-        inside = np.where(np.isfinite(wide) & (wide > float(info.min)) & (wide < float(info.max)), wide, 0).astype(
+        in_range = np.where(np.isfinite(wide) & (wide > float(info.min)) & (wide < float(info.max)), wide, 0).astype(
             target
         )
-    low = np.where(wide <= float(info.min), target.type(info.min), inside)
-    return np.where(wide >= float(info.max), target.type(info.max), low)
+    saturated_low = np.where(wide <= float(info.min), target.type(info.min), in_range)
+    return np.where(wide >= float(info.max), target.type(info.max), saturated_low)
 
 
 @register
 class Where(Op):
-    """a where cond holds, else b; the three are broadcast together."""
+    """Select a where cond is true, else b; all three operands broadcast."""
 
     name = "where"
     operands = ("cond", "a", "b")
