@@ -1,4 +1,4 @@
-"""The Walsh-Hadamard transform: a product with a matrix of ones and minus ones, by additions alone."""
+"""The fast Walsh-Hadamard transform, in additions and subtractions alone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from relaxlite.ir.types import Type
 
 @register
 class WalshHadamard(Op):
-    """Each run of `size` elements along the last axis, as a vector, times the symmetric Walsh-Hadamard matrix of that
-    size, a power of two, in the order of Sylvester: H(1) = 1, H(2n) = [[H(n), H(n)], [H(n), -H(n)]]. Not normalized:
-    twice gives `size` times x. Every row takes the same additions in the same order (Fino and Algazi, "Unified Matrix
-    Treatment of the Fast Walsh-Hadamard Transform", 1976).
+    """Walsh-Hadamard transform of every `size` consecutive elements along the last axis; `size` is a power of two.
+
+    The matrix is in Sylvester's order, H(1) = 1, H(2n) = [[H(n), H(n)], [H(n), -H(n)]], and not normalized: the
+    transform of the transform is `size` times x. All rows take the same additions in the same order (Fino and Algazi,
+    "Unified Matrix Treatment of the Fast Walsh-Hadamard Transform", 1976).
     """
 
     name = "walsh_hadamard"
@@ -42,14 +43,15 @@ class WalshHadamard(Op):
         spans = [size >> k for k in range(1, size.bit_length())] or [0]
 
         def row(*i: SymExpr) -> Stmt:
-            rows = [Buffer(f"mixed{k}", (width,), x.dtype, "local") for k in range(len(spans) - 1)]
-            places = [(x, i), *((each, ()) for each in rows), (out, i)]
+            buffers = [Buffer(f"mixed{k}", (width,), x.dtype, "local") for k in range(len(spans) - 1)]
+            stage_rows = [(x, i), *((buffer, ()) for buffer in buffers), (out, i)]
             stages = [
-                _added(source, to, width, span) for span, source, to in zip(spans, places, places[1:], strict=False)
+                _butterfly_stage(source, to, width, span)
+                for span, source, to in zip(spans, stage_rows, stage_rows[1:], strict=False)
             ]
             body = seq(*stages)
-            for each in reversed(rows):
-                body = Allocate(each, body)
+            for buffer in reversed(buffers):
+                body = Allocate(buffer, body)
             return body
 
         return loops("iklmn", x.shape[:-1], row)
@@ -70,19 +72,19 @@ class WalshHadamard(Op):
         yield Sample(((5,),), {"size": 1})
 
 
-Place = tuple[Buffer, tuple[SymExpr, ...]]  # a row of a buffer
+BufferRow = tuple[Buffer, tuple[SymExpr, ...]]  # a row of a buffer: buffer, leading indices
 
 
-def _added(source: Place, to: Place, width: SymExpr, span: int) -> Stmt:
-    """One step: of elements `span` apart their sum and their difference. A span of 0 copies."""
-    (given, i), (result, o) = source, to
+def _butterfly_stage(source: BufferRow, to: BufferRow, width: SymExpr, span: int) -> Stmt:
+    """One butterfly stage: sums and differences of elements `span` apart; a span of 0 copies the row."""
+    (x, i), (y, o) = source, to
 
     def load(at: SymExpr) -> Scalar:
         place = (*i, at)
-        return Scalar(given[place])
+        return Scalar(x[place])
 
     def store(at: SymExpr, value: Scalar) -> Stmt:
-        return Store(result, (*o, at), value.value)
+        return Store(y, (*o, at), value.value)
 
     def pair(c: SymExpr, j: SymExpr) -> Stmt:
         low, high = c * (2 * span) + j, c * (2 * span) + j + span

@@ -1,7 +1,7 @@
-"""Gather and scatter: indices that come from data.
+"""Gather, scatter and reverse_sequence: ops with data-dependent indices.
 
-An index is bound to a symbol by `LetIndex` and checked right around the store, inside a perfect nest. (Scheduling moves
-both out of the loops that they do not depend on.) Negative indices count from the end.
+`LetIndex` binds an index to a symbol and a `Check` tests its range inside the innermost loop, so that nests stay
+perfect; scheduling hoists both out of loops that they do not depend on. Negative indices count from the end.
 """
 
 from __future__ import annotations
@@ -33,28 +33,30 @@ Draw = Callable[[tuple[int, ...], np.random.Generator], Any]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """An index that comes from data: a position along a dimension of `size`, counted from the end if negative."""
+    """Data-dependent index along a dimension of `size`; negative indices count from the end."""
 
-    given: Value
+    value: Value
     size: SymExpr
-    message: str  # what to say when it lies outside
+    message: str  # error text if the index is out of range
 
     def from_start(self) -> Value:
-        wide = Scalar(self.given).cast("int64")
-        if self.given.dtype in dtypes.UNSIGNED:
+        """Normalize a negative index."""
+        wide = Scalar(self.value).cast("int64")
+        if self.value.dtype in dtypes.UNSIGNED:
             return wide.value
         return select(wide < 0, wide + self.size, wide).value
 
     @staticmethod
-    def along(op: Op, x: Buffer, axis: int, given: Value) -> Position:
+    def along(op: Op, x: Buffer, axis: int, value: Value) -> Position:
+        """Index along an axis of a buffer, with the op's name in the error text."""
         size = x.shape[axis]
-        return Position(given, size, f"{op.name}: an index is out of range for axis {axis} of size {size}")
+        return Position(value, size, f"{op.name}: an index is out of range for axis {axis} of size {size}")
 
 
 def at_positions(positions: Sequence[Position], make: Callable[..., Stmt]) -> Stmt:
-    """Bind the positions to symbols and check them, for the statement make(*symbols)."""
+    """Bind indices to symbols and check their ranges around the statement make(*symbols)."""
     names = [f"p{k}" if len(positions) > 1 else "p" for k in range(len(positions))]
-    symbols = [SymVar(name, lower=None) for name in names]  # nothing is known before the check
+    symbols = [SymVar(name, lower=None) for name in names]  # unbounded before the check
     checks = [
         Check(((index(p) >= 0) & (index(p) < position.size)).value, position.message)
         for p, position in zip(symbols, positions, strict=True)
@@ -66,19 +68,19 @@ def at_positions(positions: Sequence[Position], make: Callable[..., Stmt]) -> St
 
 
 def plain_indices(indices: Any) -> Any:
-    """int64 indices, also from an object array of constant symbolic values; TypeError when one is symbolic."""
+    """Convert indices to int64, also from an object array; TypeError if an element is a symbolic expression."""
     if indices.dtype != object:
         return indices.astype(np.int64)
     return np.array([int(v) for v in indices.reshape(-1)], np.int64).reshape(indices.shape)
 
 
 def draw_indices(size: int) -> Draw:
-    """Sample indices for an axis of this size, negative ones too."""
+    """Generator of sample indices, positive and negative, for an axis of this size."""
     return lambda shape, rng: rng.integers(-size, size, shape)
 
 
 class _Indexed(Op):
-    """What gathers and scatters share."""
+    """Base of gathers and scatters."""
 
     is_symbolic = True
 
@@ -90,7 +92,7 @@ class _Indexed(Op):
 
 @register
 class Gather(_Indexed):
-    """Slices of x along `axis`, chosen by indices: out[a..., i..., b...] = x[a..., indices[i...], b...]."""
+    """Gather slices of x along `axis`: out[a..., i..., b...] = x[a..., indices[i...], b...]."""
 
     name = "gather"
     operands = ("x", "indices")
@@ -123,7 +125,7 @@ class Gather(_Indexed):
 
 @register
 class GatherElements(_Indexed):
-    """One element of x per index: out[i...] = x[i...] with i[axis] replaced by indices[i...]."""
+    """Gather elements of x: out[i...] = x[i...] with i[axis] replaced by indices[i...]."""
 
     name = "gather_elements"
     operands = ("x", "indices")
@@ -156,7 +158,7 @@ class GatherElements(_Indexed):
 
 
 def element_checks(op: str, x: Buffer, indices: Buffer, axis: int) -> list[Stmt]:
-    """The other dimensions of `indices` are no larger than x's."""
+    """Run-time checks that dimensions of `indices` other than `axis` are no larger than those of x."""
     checks: list[Stmt] = []
     for k, (d, n) in enumerate(zip(x.shape, indices.shape, strict=True)):
         if k != axis and not PROVER.can_prove_le(n, d):
@@ -166,8 +168,8 @@ def element_checks(op: str, x: Buffer, indices: Buffer, axis: int) -> list[Stmt]
     return checks
 
 
-class _Tuples(_Indexed):
-    """gather_nd and scatter_nd: the last dimension of indices, of constant size, holds index tuples."""
+class _IndexTuples(_Indexed):
+    """Base of gather_nd and scatter_nd: the last dimension of `indices`, of constant size, holds index tuples."""
 
     def tuple_size(self, ty: TensorType, positions: TensorType, batch_dims: int = 0) -> int:
         size = as_int(positions.shape[-1]) if positions.shape else None
@@ -182,8 +184,8 @@ class _Tuples(_Indexed):
 
 
 @register
-class GatherNd(_Tuples):
-    """Slices of x at index tuples: out[q..., t...] = x[q[:batch_dims]..., indices[q..., :]..., t...]."""
+class GatherNd(_IndexTuples):
+    """Gather slices of x at index tuples: out[q..., t...] = x[q[:batch_dims]..., indices[q..., :]..., t...]."""
 
     name = "gather_nd"
     operands = ("x", "indices")
@@ -228,14 +230,14 @@ class GatherNd(_Tuples):
         yield Sample(((4, 4), ("n", 2, 2)), {}, ("int64", "int64"), make={1: draw_indices(4)})
 
 
-class _Scatter(_Tuples):
+class _Scatter(_IndexTuples):
     operands = ("x", "indices", "updates")
 
     def check_updates(self, ty: TensorType, updates: Expr, expected: Shape) -> None:
-        given = self.tensor(updates, "updates")
-        shape = given.shape or ()
-        if given.dtype != ty.dtype:
-            self.fail(f"updates have dtype {given.dtype}, x has {ty.dtype}")
+        updates_type = self.tensor(updates, "updates")
+        shape = updates_type.shape or ()
+        if updates_type.dtype != ty.dtype:
+            self.fail(f"updates have dtype {updates_type.dtype}, x has {ty.dtype}")
         if len(shape) != len(expected) or any(map(PROVER.can_prove_ne, shape, expected)):
             self.fail(f"updates have shape {format_shape(shape)}; x and indices need {format_shape(expected)}")
 
@@ -261,9 +263,9 @@ def _combine(reduction: str) -> str | None:
 
 @register
 class ScatterElements(_Scatter):
-    """A copy of x with element i... , i[axis] replaced by indices[i...], set to (or combined with) updates[i...].
+    """Copy of x with element i..., where i[axis] is replaced by indices[i...], set to or combined with updates[i...].
 
-    Of several updates of one element the last wins, unless `reduction` combines them.
+    The last of several updates of one element wins, unless `reduction` combines them.
     """
 
     name = "scatter_elements"
@@ -303,9 +305,9 @@ class ScatterElements(_Scatter):
 
 @register
 class ScatterNd(_Scatter):
-    """A copy of x with the slices at index tuples set to (or combined with) updates: out[indices[q..., :]..., t...].
+    """Copy of x with the slices at index tuples, out[indices[q..., :]..., t...], set to or combined with updates.
 
-    Of several updates of one element the last wins, unless `reduction` combines them.
+    The last of several updates of one element wins, unless `reduction` combines them.
     """
 
     name = "scatter_nd"
@@ -343,7 +345,7 @@ class ScatterNd(_Scatter):
 
 @register
 class ReverseSequence(_Indexed):
-    """The first `lengths[b]` elements along the time axis reversed, for each b along the batch axis."""
+    """Reverse the first lengths[b] elements along the time axis for each b along the batch axis."""
 
     name = "reverse_sequence"
     operands = ("x", "lengths")
