@@ -1,18 +1,18 @@
-"""Keys and values of past tokens in pages: appending to a pool, and attention over the pages of each sequence.
+"""Paged KV cache: appending to a pool of pages, and attention over the pages of each sequence.
 
-A pool holds pages of `page` tokens, values as (heads, pages, page, width) and keys, turned, as (heads, pages, width,
-page): so both products of attention read vectors, along keys and along widths, whatever the number of queries is, and
-pages with numbers in a row are one stream from memory (measured: 22 GB/s for 15 with pages outermost). Which pages are
-whose, tables say (Kwon et al., "PagedAttention", arXiv 2309.06180). Tokens of all sequences of a step stand
-one after another, without padding; a list of blocks says which rows of queries attend to which sequence:
+A pool holds pages of `page` tokens: values (heads, pages, page, width), keys transposed (heads, pages, width, page).
+Both products of attention thus load vectors, along keys and along widths, for any number of queries, and consecutive
+pages are contiguous in memory (docs/measurements/irops.md). Page tables map sequences to pages (Kwon et al.,
+"PagedAttention", arXiv 2309.06180). The tokens of all sequences of a step are packed without padding (varlen); a list
+of blocks maps query rows to sequences:
 
-    for each block and head of keys, rows = its queries times the query heads that share the head:
-        for each page:  S[r, j] = scale * q[r] . k[j]           as far as row r may see key j
-                        softmax online, as in nn_attention.py
-                        O[r, e] = O[r, e]*shrink[r] + sum over j of P[r, j] * v[j, e]
+    for each block and KV head, rows = queries of the block * query heads that share the KV head:
+        for each page:  S[r, j] = scale * q[r] . k[j]           where row r may attend to key j
+                        online softmax, as in nn_attention.py
+                        O[r, e] = O[r, e]*rescale[r] + sum over j of P[r, j] * v[j, e]
 
-Where that makes fewer tasks than threads, as for one token after a long context, a block comes in several parts, each
-with a range of the pages, whose results a second loop combines (Dao et al., "Flash-Decoding", 2023).
+Blocks alone give too few tasks for all threads when one token follows a long context. A block is then split into
+parts with a range of pages each, and a second loop combines their results (Dao et al., "Flash-Decoding", 2023).
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
 
 T = TypeVar("T")
-BLOCK_FIELDS = 6  # of a block: its sequence, first row, number of rows, position of the first row, part, parts
-SPAN = 4  # pages whose scores are computed before their values are read
-LOWEST = float(np.finfo(np.float32).min)  # of a score that is not seen: -inf - -inf would be NaN
+BLOCK_FIELDS = 6  # sequence, first row, number of rows, position of the first row, part, number of parts
+SPAN = 4  # pages per step of the online softmax
+LOWEST = float(np.finfo(np.float32).min)  # masked score: -inf - -inf would be NaN
 
 
 @register
 class KvAppend(Op):
-    """A copy of pool (heads, pages, page, width) with x (n, heads, width) at n slots: token t in row slots[t] % page of
-    page slots[t] // page. `turned`: the pool is (heads, pages, width, page). Rows whose slot is negative go nowhere; of
-    several in one slot the last stays. Where the pool is donated and dies, it is updated in place (memory/donate.py).
+    """Scatter tokens x (n, heads, width) to slots of a paged pool (heads, pages, page, width); the result is a copy.
+
+    Token t goes to row slots[t] % page of page slots[t] // page; slots int64 (n,), of equal slots the last token wins,
+    negative slots are skipped. `turned`: the pool is transposed, (heads, pages, width, page). A donated pool that dies
+    is updated in place (passes/memory/donate.py).
     """
 
     name = "kv_append"
@@ -54,14 +56,14 @@ class KvAppend(Op):
     attrs: ClassVar[Mapping[str, Attr]] = {"turned": Attr("bool", False)}
 
     def infer(self, pool: Expr, x: Expr, slots: Expr, *, turned: bool) -> Type:
-        ty, new, places = self.tensor(pool, "pool"), self.tensor(x, "x"), self.tensor(slots, "slots")
-        if ty.rank != 4 or new.rank != 3 or places.rank != 1 or places.dtype != "int64":
-            self.fail(f"pool, x and int64 slots must have ranks 4, 3 and 1, got {ty}, {new}, {places}")
-        assert ty.shape is not None and new.shape is not None and places.shape is not None
+        ty, x_type, slots_type = self.tensor(pool, "pool"), self.tensor(x, "x"), self.tensor(slots, "slots")
+        if ty.rank != 4 or x_type.rank != 3 or slots_type.rank != 1 or slots_type.dtype != "int64":
+            self.fail(f"pool, x and int64 slots must have ranks 4, 3 and 1, got {ty}, {x_type}, {slots_type}")
+        assert ty.shape is not None and x_type.shape is not None and slots_type.shape is not None
         width, page = ty.shape[2 if turned else 3], ty.shape[3 if turned else 2]
-        wanted = (places.shape[0], ty.shape[0], width)
-        if new.dtype != ty.dtype or any(map(PROVER.can_prove_ne, new.shape, wanted)):
-            self.fail(f"x must be {ty.dtype} of (slots, heads, width) as the pool {ty} has them, got {new}")
+        expected = (slots_type.shape[0], ty.shape[0], width)
+        if x_type.dtype != ty.dtype or any(map(PROVER.can_prove_ne, x_type.shape, expected)):
+            self.fail(f"x must be {ty.dtype} of (slots, heads, width) as the pool {ty} has them, got {x_type}")
         if (as_int(page) or 0) < 1:
             self.fail(f"the tokens of a page must be known and positive, got {page} in {ty}")
         return ty
@@ -76,12 +78,12 @@ class KvAppend(Op):
             return Store(out, place, Load(x, (t, h, d)))
 
         def token(t: SymExpr) -> Stmt:
-            result = slots[t]
-            # of a negative slot the loops run no times
-            kept = smin(smax(slot + 1, sym(0)), sym(1))
+            slot_value = slots[t]
+            # 0 iterations for a negative slot
+            is_stored = smin(smax(slot + 1, sym(0)), sym(1))
             check = Check((index(slot) < pool.shape[1] * page).value, "kv_append: a slot lies beyond the pool's pages")
-            stores = loops("hd", (x.shape[1] * kept, width), lambda h, d: element(t, h, d))
-            return LetIndex(slot, result, seq(check, stores))
+            stores = loops("hd", (x.shape[1] * is_stored, width), lambda h, d: element(t, h, d))
+            return LetIndex(slot, slot_value, seq(check, stores))
 
         checks = equality_checks(
             "kv_append: x, slots and the pool differ in size",
@@ -93,10 +95,10 @@ class KvAppend(Op):
 
     def reference(self, pool: Any, x: Any, slots: Any, *, turned: bool) -> Any:
         out = pool.copy()
-        seen = np.swapaxes(out, 2, 3) if turned else out
+        view = np.swapaxes(out, 2, 3) if turned else out
         for row, slot in zip(x, slots.tolist(), strict=True):
             if slot >= 0:
-                seen[:, slot // seen.shape[2], slot % seen.shape[2]] = row
+                view[:, slot // view.shape[2], slot % view.shape[2]] = row
         return out
 
     def samples(self) -> Iterable[Sample]:
@@ -111,16 +113,17 @@ class KvAppend(Op):
 
 @register
 class PagedAttention(Op):
-    """Causal attention of q (n, heads, width) over pages: keys (kv_heads, pages, width, page), values (kv_heads, pages,
-    page, depth), float32, float16 or int8 with scales (kv_heads, pages, page, 1) of each key and value. table int32 (s,
-    m): the pages of each sequence in order. blocks int64 (w, 6): sequence, first row of q, rows (at most `block`), the
-    position of the first row, part and parts; a row at position p sees the keys at positions p - `window` + 1 (None:
-    0) to p. The parts 0, 1, ... of a block stand one after another, alike but for their number; each takes its share of
-    the pages. Scores s = `scale` * q . key become cap * tanh(s / cap) where there is a `cap` (Gemma 2). `others`: the
-    scales of keys and values, if they are int8, and then maybe sinks float32 (heads,): a score of each head that the
-    softmax counts, with a value of 0 (Xiao et al., arXiv 2309.17453; GPT-OSS).
+    """Causal attention of packed queries q float32 (n, heads, width) over a paged KV cache: float32 (n, heads, depth).
 
-    Rows of q that no block names are 0; blocks do not overlap. Sums are in float32, and so are q and the result.
+    keys (kv_heads, pages, width, page) and values (kv_heads, pages, page, depth) are float32, float16, or int8 with a
+    scale per key and value. table int32 (s, m): the pages of each sequence in order. blocks int64 (w, 6): sequence,
+    first row of q, rows (at most `block`), position of the first row, part, number of parts. Parts 0, 1, ... of a block
+    follow each other and differ in nothing else; each handles an equal share of the pages. Blocks do not overlap; rows
+    of q in no block give 0.
+
+    A row at position p attends to positions p - `window` + 1 (None: 0) to p. With `cap`, scores s become cap * tanh(s /
+    cap) (Gemma 2). `others`: scales of keys and of values, float32 (kv_heads, pages, page, 1), for int8 only; then
+    optional sinks float32 (heads,), an extra score per head with a value of 0 (arXiv 2309.17453; GPT-OSS).
     """
 
     name = "paged_attention"
@@ -136,22 +139,22 @@ class PagedAttention(Op):
         scales, sinks = _scales_and_sinks(others)
         types = [self.tensor(x, name) for x, name in zip((q, keys, values, table, blocks), self.operands, strict=False)]
         if [t.rank for t in types] != [3, 4, 4, 2, 2]:
-            self.fail(f"q, keys, values, table and blocks must have ranks 3, 4, 4, 2, 2, got {_told(types)}")
+            self.fail(f"q, keys, values, table and blocks must have ranks 3, 4, 4, 2, 2, got {_join(types)}")
         qs, ks, vs, _, bs = (t.shape or () for t in types)
         if types[0].dtype != "float32" or types[1].dtype != types[2].dtype:
-            self.fail(f"q must be float32, keys and values of one dtype, got {_told(types)}")
+            self.fail(f"q must be float32, keys and values of one dtype, got {_join(types)}")
         if types[1].dtype not in ("float32", "float16", "int8") or (types[1].dtype == "int8") != (len(scales) == 2):
-            self.fail(f"keys and values are float32, float16, or int8 with scales, got {_told(types)}")
+            self.fail(f"keys and values are float32, float16, or int8 with scales, got {_join(types)}")
         if len(sinks) > 1:
             self.fail(f"scales of keys and values and sinks are 3 operands at most, got {len(others)}")
         if (types[3].dtype, types[4].dtype) != ("int32", "int64") or as_int(bs[1]) != BLOCK_FIELDS:
-            self.fail(f"table and blocks must be int32 and int64 of {BLOCK_FIELDS} columns, got {_told(types)}")
+            self.fail(f"table and blocks must be int32 and int64 of {BLOCK_FIELDS} columns, got {_join(types)}")
         sizes = [as_int(d) for d in (qs[1], qs[2], ks[0], *ks[2:], vs[0], *vs[2:])]
         if any(s is None or s < 1 for s in sizes):
-            self.fail(f"heads, widths and the tokens of a page must be known, got {_told(types)}")
+            self.fail(f"heads, widths and the tokens of a page must be known, got {_join(types)}")
         heads, width, kv_heads, key_width, page, value_heads, value_page, depth = (s or 0 for s in sizes)
         if heads % kv_heads or (width, kv_heads, page) != (key_width, value_heads, value_page):
-            self.fail(f"heads, widths or pages of q, keys and values do not fit: {_told(types)}")
+            self.fail(f"heads, widths or pages of q, keys and values do not fit: {_join(types)}")
         for x in scales:
             ty = self.tensor(x, "scales")
             if ty.dtype != "float32" or _without_pages(ty) != [kv_heads, page, 1]:
@@ -178,14 +181,14 @@ class PagedAttention(Op):
         width, rows = values.shape[3], block * ((as_int(q.shape[1]) or 1) // (as_int(keys.shape[0]) or 1))
         shape = (blocks.shape[0], keys.shape[0], sym(rows))
         sums, top, total = (
-            Buffer(name, (*shape, *more), "float32")
-            for name, more in (("part_sums", (width,)), ("part_top", ()), ("part_total", ()))
+            Buffer(name, (*shape, *columns), "float32")
+            for name, columns in (("part_sums", (width,)), ("part_top", ()), ("part_total", ()))
         )
         sink = sinks[0] if sinks else None
-        parts = _Parts(
+        problem = _Problem(
             q, keys, values, table, blocks, scales, sink, out, sums, top, total, scale, window, cap, block
         )  # fmt: skip
-        body = seq(_tasks(parts, _Attend), _tasks(parts, _Combine))
+        body = seq(_tasks(problem, _Attend), _tasks(problem, _Combine))
         for buffer in (sums, top, total):
             body = Allocate(buffer, body)
         return seq(*checks, compute(out, lambda *i: literal(0.0, out.dtype)), body)
@@ -219,29 +222,29 @@ class PagedAttention(Op):
             return rng.integers(0, 5, shape)
 
         def blocks(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-            """Of 7 rows, three of sequence 0 and then four of sequence 1."""
-            several = [(0, 1, 2, 7, part, 5) for part in range(5)]  # more parts than pages
-            last = [(1, 6, 1, 3, 0, 2), (1, 6, 1, 3, 1, 2)]
-            return np.array([(0, 0, 1, 6, 0, 1), *several, (1, 3, 3, 0, 0, 1), *last], np.int64)
+            """Blocks over 7 rows: three of sequence 0, then four of sequence 1."""
+            split_block = [(0, 1, 2, 7, part, 5) for part in range(5)]  # more parts than pages
+            last_block = [(1, 6, 1, 3, 0, 2), (1, 6, 1, 3, 1, 2)]
+            return np.array([(0, 0, 1, 6, 0, 1), *split_block, (1, 3, 3, 0, 0, 1), *last_block], np.int64)
 
         ints = ("int32", "int64")
         shapes = ((7, 4, 8), (2, "p + 5", 8, 4), (2, "p + 5", 4, 16), ("s + 2", 3), (9, 6))
-        result = {3: table, 4: blocks}
-        yield Sample(shapes, {"scale": 0.3, "block": 4}, ("float32",) * 3 + ints, result)
-        yield Sample(shapes, {"scale": 0.3, "block": 3, "window": 3}, ("float32",) * 3 + ints, result)
-        yield Sample(shapes, {"block": 4, "cap": 1.5}, ("float32",) * 3 + ints, result)
-        half = ("float32", "float16", "float16", *ints)
-        yield Sample(shapes, {"block": 4}, half, result, tolerance=2e-4)
+        draws = {3: table, 4: blocks}
+        yield Sample(shapes, {"scale": 0.3, "block": 4}, ("float32",) * 3 + ints, draws)
+        yield Sample(shapes, {"scale": 0.3, "block": 3, "window": 3}, ("float32",) * 3 + ints, draws)
+        yield Sample(shapes, {"block": 4, "cap": 1.5}, ("float32",) * 3 + ints, draws)
+        half_kinds = ("float32", "float16", "float16", *ints)
+        yield Sample(shapes, {"block": 4}, half_kinds, draws, tolerance=2e-4)
         scaled = (*shapes, (2, "p + 5", 4, 1), (2, "p + 5", 4, 1))
         kinds = ("float32", "int8", "int8", *ints)
-        yield Sample(scaled, {"scale": 0.01, "block": 4}, kinds, result, tolerance=2e-4)
-        floats = ("float32",) * 3 + ints
-        yield Sample((*shapes, (4,)), {"scale": 0.3, "block": 4, "window": 3}, (*floats, "float32"), result)
-        yield Sample((*scaled, (4,)), {"scale": 0.01, "block": 4}, (*kinds, *("float32",) * 3), result, tolerance=2e-4)
+        yield Sample(scaled, {"scale": 0.01, "block": 4}, kinds, draws, tolerance=2e-4)
+        float_kinds = ("float32",) * 3 + ints
+        yield Sample((*shapes, (4,)), {"scale": 0.3, "block": 4, "window": 3}, (*float_kinds, "float32"), draws)
+        yield Sample((*scaled, (4,)), {"scale": 0.01, "block": 4}, (*kinds, *("float32",) * 3), draws, tolerance=2e-4)
 
 
 def _scales_and_sinks(others: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...]]:
-    """Those of keys and of values, or none; and the rest."""
+    """Split the optional operands into the scales of keys and values (none or two) and the sinks (none or one)."""
     count = 2 if len(others) > 1 else 0
     return tuple(others[:count]), tuple(others[count:])
 
@@ -250,22 +253,25 @@ def _without_pages(ty: TensorType) -> list[int | None]:
     return [as_int(dim) for k, dim in enumerate(ty.shape or ()) if k != 1]
 
 
-def _told(types: Iterable[TensorType]) -> str:
+def _join(types: Iterable[TensorType]) -> str:
+    """Format types for an error message."""
     return ", ".join(map(str, types))
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _Problem:
+    """Operands, results and attributes of paged attention."""
+
     q: Buffer
     keys: Buffer
     values: Buffer
     table: Buffer
     blocks: Buffer
-    scales: tuple[Buffer, ...]  # none, or of keys and of values
+    scales: tuple[Buffer, ...]  # empty, or those of keys and of values
     sinks: Buffer | None
     out: Buffer
-    part_sums: Buffer  # (blocks, heads of keys, rows, width): of blocks in several parts, not yet divided
-    part_top: Buffer  # (blocks, heads of keys, rows)
+    part_sums: Buffer  # (blocks, KV heads, rows, width): unnormalized results of parts
+    part_max: Buffer  # (blocks, KV heads, rows)
     part_total: Buffer
     scale: float
     window: int | None
@@ -273,233 +279,244 @@ class _Parts:
     block: int
 
 
-def _tasks(parts: _Parts, make: type[_Block]) -> Stmt:
-    """One parallel loop over blocks and heads. Their rows do not overlap, which is the caller's promise: no loop can
-    show it."""
+def _tasks(problem: _Problem, block_type: type[_Block]) -> Stmt:
+    """Parallel loop over blocks and KV heads.
+
+    The caller guarantees that the rows of blocks are disjoint; no analysis can prove that.
+    """
     t, w, h = SymVar("t"), SymVar("w"), SymVar("h")
-    heads = parts.keys.shape[0]
-    body = LetIndex(w, index(t // heads).value, LetIndex(h, index(t % heads).value, make(parts, w, h).stmt()))
-    return For(t, parts.blocks.shape[0] * heads, body, "parallel")
+    heads = problem.keys.shape[0]
+    body = LetIndex(w, index(t // heads).value, LetIndex(h, index(t % heads).value, block_type(problem, w, h).stmt()))
+    return For(t, problem.blocks.shape[0] * heads, body, "parallel")
 
 
 class _Block(ABC):
-    """What both loops know of block `w` of queries and head `h` of keys; rows are queries times heads that share it."""
+    """Statements for block `w` of queries and KV head `h`; rows are queries times the query heads that share it."""
 
-    def __init__(self, parts: _Parts, w: SymExpr, h: SymExpr) -> None:
-        self.parts, self.w, self.h = parts, w, h
-        heads, kv_heads = as_int(parts.q.shape[1]) or 1, as_int(parts.keys.shape[0]) or 1
+    def __init__(self, problem: _Problem, w: SymExpr, h: SymExpr) -> None:
+        self.problem, self.w, self.h = problem, w, h
+        heads, kv_heads = as_int(problem.q.shape[1]) or 1, as_int(problem.keys.shape[0]) or 1
         self.group = heads // kv_heads
-        self.most = self.group * parts.block
-        self.width, self.depth, self.page = parts.q.shape[2], parts.values.shape[3], parts.keys.shape[3]
+        self.max_rows = self.group * problem.block
+        self.width, self.depth, self.page = problem.q.shape[2], problem.values.shape[3], problem.keys.shape[3]
         self.sums = self._local("sums", self.depth)
-        self.top, self.shrink, self.total = (self._local(name) for name in ("top", "shrink", "total"))
+        self.row_max, self.rescale, self.total = (self._local(name) for name in ("top", "shrink", "total"))
         self.sequence, self.first = SymVar("sequence", lower=None), SymVar("first", lower=None)
-        self.queried = SymVar("queried", lower=None, upper=parts.block)
-        self.position, self.part, self.parted = (SymVar(n, lower=None) for n in ("position", "part", "parted"))
-        self.is_parted = smin(smax(self.parted - 1, sym(0)), sym(1))  # 1 or 0
+        self.num_queries = SymVar("queried", lower=None, upper=problem.block)
+        self.position, self.part, self.num_parts = (SymVar(n, lower=None) for n in ("position", "part", "parted"))
+        self.is_split = smin(smax(self.num_parts - 1, sym(0)), sym(1))  # 1 or 0
 
     @abstractmethod
     def stmt(self) -> Stmt: ...
 
     def _with_fields(self, body: Stmt) -> Stmt:
-        fields = (self.sequence, self.first, self.queried, self.position, self.part, self.parted)
+        fields = (self.sequence, self.first, self.num_queries, self.position, self.part, self.num_parts)
         for k, field in reversed(list(enumerate(fields))):
-            body = LetIndex(field, self.parts.blocks[self.w, sym(k)], body)
+            body = LetIndex(field, self.problem.blocks[self.w, sym(k)], body)
         return body
 
     def _local(self, name: str, *columns: SymExpr) -> Buffer:
-        return Buffer(name, (sym(self.most), *columns), "float32", "local")
+        return Buffer(name, (sym(self.max_rows), *columns), "float32", "local")
 
     @property
     def rows(self) -> SymExpr:
-        return self.queried * self.group
+        return self.num_queries * self.group
 
     def _over_rows(self, times: SymExpr, make: Callable[[SymExpr, SymExpr, SymExpr], Stmt]) -> Stmt:
-        """make(row, query, head) for all of them; `times`: 1, or 0 for none."""
-        g, t = SymVar("g", upper=self.group - 1), SymVar("t", upper=self.parts.block - 1)
+        """Loop make(row, query, head) over all rows; `times` is 1, or 0 to skip the loop."""
+        g, t = SymVar("g", upper=self.group - 1), SymVar("t", upper=self.problem.block - 1)
         body = make(t * self.group + g, self.first + t, self.h * self.group + g)
-        return For(t, self.queried * times, For(g, sym(self.group), body))
+        return For(t, self.num_queries * times, For(g, sym(self.group), body))
 
-    def _starts(self, rows: SymExpr) -> Stmt:
-        """Nothing seen yet."""
+    def _init(self, rows: SymExpr) -> Stmt:
+        """Initialize the accumulators of the online softmax."""
 
-        def filled(buffer: Buffer, value: float) -> Stmt:
+        def fill(buffer: Buffer, value: float) -> Stmt:
             extents = (rows, *buffer.shape[1:])
             return self._nest(extents, lambda *at: Store(buffer, at, literal(value, "float32")))
 
-        return seq(filled(self.sums, 0.0), filled(self.total, 0.0), filled(self.top, LOWEST))
+        return seq(fill(self.sums, 0.0), fill(self.total, 0.0), fill(self.row_max, LOWEST))
 
     def _nest(self, extents: tuple[SymExpr, ...], make: Callable[..., Stmt]) -> Stmt:
-        """Loops over rows and columns; the bound tells that the rows lie in their buffers."""
-        r = SymVar("r", upper=self.most - 1)
+        """Loops over rows and columns; the bound of `r` proves that rows are inside their buffers."""
+        r = SymVar("r", upper=self.max_rows - 1)
         return For(r, extents[0], loops("j", extents[1:], lambda *at: make(r, *at)))
 
     def _finish(self, times: SymExpr) -> Stmt:
-        """out = sums / total, to which a sink is added"""
-        sinks = self.parts.sinks
+        """Store out = sums / (total + the weight of the sink, if any)."""
+        sinks = self.problem.sinks
 
         def row(r: SymExpr, query: SymExpr, head: SymExpr) -> Stmt:
             def element(e: SymExpr) -> Stmt:
-                whole = Scalar(self.sums[r, e])
-                result = whole / Scalar(self.total[(r,)]) if sinks is None else whole * Scalar(self.shrink[(r,)])
-                return Store(self.parts.out, (query, head, e), result.value)
+                total_sum = Scalar(self.sums[r, e])
+                result = (
+                    total_sum / Scalar(self.total[(r,)]) if sinks is None else total_sum * Scalar(self.rescale[(r,)])
+                )
+                return Store(self.problem.out, (query, head, e), result.value)
 
-            divided = loops("e", (self.depth,), element)
-            return divided if sinks is None else seq(self._sink(r, Scalar(sinks[(head,)])), divided)
+            stores = loops("e", (self.depth,), element)
+            return stores if sinks is None else seq(self._sink(r, Scalar(sinks[(head,)])), stores)
 
         return self._over_rows(times, row)
 
     def _sink(self, r: SymExpr, sink: Scalar) -> Stmt:
-        """shrink = 1 / (total + what the sink counts), by the largest of all scores"""
-        old = Scalar(self.top[(r,)])
+        """Store rescale[r], the factor that normalizes the sums with the sink, relative to the largest score."""
+        old = Scalar(self.row_max[(r,)])
         new = old.maximum(sink)
-        kept = weight(old - new)
-        result = kept / (Scalar(self.total[(r,)]) * kept + weight(sink - new))
-        return Store(self.shrink, (r,), result.value)
+        decay = weight(old - new)
+        factor = decay / (Scalar(self.total[(r,)]) * decay + weight(sink - new))
+        return Store(self.rescale, (r,), factor.value)
 
 
 class _Attend(_Block):
-    """Attention over the pages, or a part of them."""
+    """Attention of a block over its pages, or over those of one part."""
 
-    def __init__(self, parts: _Parts, w: SymExpr, h: SymExpr) -> None:
-        super().__init__(parts, w, h)
+    def __init__(self, problem: _Problem, w: SymExpr, h: SymExpr) -> None:
+        super().__init__(problem, w, h)
         self.queries = self._local("queries", self.width)
         self.scores = self._local("scores", self.page * SPAN)
 
     def stmt(self) -> Stmt:
-        parts = self.parts
-        last = self.position + self.queried - 1
-        aligned = self.position // self.page * self.page  # so that all rows of a page begin, and round, alike
-        begin = sym(0) if parts.window is None else smax(aligned - (parts.window - 1), sym(0)) // self.page
-        stop = last // self.page + 1
-        share = (smax(stop - begin, sym(0)) + self.parted - 1) // smax(self.parted, sym(1))
-        start = begin + self.part * share
-        count = smax(smin(share, stop - start), sym(0))
-        blocks = parts.blocks.shape[0]
+        problem = self.problem
+        last_position = self.position + self.num_queries - 1
+        aligned = self.position // self.page * self.page  # all rows of a page start, and round, alike
+        first_page = sym(0) if problem.window is None else smax(aligned - (problem.window - 1), sym(0)) // self.page
+        end_page = last_position // self.page + 1
+        share = (smax(end_page - first_page, sym(0)) + self.num_parts - 1) // smax(self.num_parts, sym(1))
+        part_page = first_page + self.part * share
+        count = smax(smin(share, end_page - part_page), sym(0))
+        blocks = problem.blocks.shape[0]
         checks = {
-            "its sequence": (index(self.sequence) >= 0) & (index(self.sequence) < parts.table.shape[0]),
-            "its number of rows": (index(self.queried) >= 0) & (index(self.queried) <= parts.block),
-            "a row": (index(self.first) >= 0) & (index(self.first + self.queried) <= parts.q.shape[0]),
-            "its position": (index(self.position) >= 0) & (index(last // self.page) < parts.table.shape[1]),
-            "its part": (index(self.part) >= 0) & (index(self.part) < self.parted),
-            "one of its parts": (index(self.w - self.part) >= 0) & (index(self.w - self.part + self.parted) <= blocks),
+            "its sequence": (index(self.sequence) >= 0) & (index(self.sequence) < problem.table.shape[0]),
+            "its number of rows": (index(self.num_queries) >= 0) & (index(self.num_queries) <= problem.block),
+            "a row": (index(self.first) >= 0) & (index(self.first + self.num_queries) <= problem.q.shape[0]),
+            "its position": (index(self.position) >= 0) & (index(last_position // self.page) < problem.table.shape[1]),
+            "its part": (index(self.part) >= 0) & (index(self.part) < self.num_parts),
+            "one of its parts": (index(self.w - self.part) >= 0)
+            & (index(self.w - self.part + self.num_parts) <= blocks),
         }
         guards = [
             Check(cond.value, f"paged_attention: {what} is out of range in a block") for what, cond in checks.items()
         ]
         body = seq(
             *guards,
-            self._starts(self.rows),
-            self._take_queries(),
-            loops("b", ((count + SPAN - 1) // SPAN,), lambda b: self._span(start + b * SPAN, start + count)),
-            self._finish(1 - self.is_parted),
-            self._keep_part(),
+            self._init(self.rows),
+            self._load_queries(),
+            loops(
+                "b",
+                ((count + SPAN - 1) // SPAN,),
+                lambda b: self._softmax_step(part_page + b * SPAN, part_page + count),
+            ),
+            self._finish(1 - self.is_split),
+            self._store_part(),
         )
         body = self._with_fields(body)
-        for buffer in (self.queries, self.scores, self.sums, self.top, self.shrink, self.total):
+        for buffer in (self.queries, self.scores, self.sums, self.row_max, self.rescale, self.total):
             body = Allocate(buffer, body)
         return body
 
-    def _keep_part(self) -> Stmt:
-        """For `_Combine`."""
-        parts, rows = self.parts, self.rows * self.is_parted
+    def _store_part(self) -> Stmt:
+        """Store the unnormalized results of a part, for `_Combine`."""
+        problem, rows = self.problem, self.rows * self.is_split
 
-        def keep(to: Buffer, given: Buffer) -> Callable[..., Stmt]:
-            return lambda *at: Store(to, (self.w, self.h, *at), given[at])
+        def copy(to: Buffer, source: Buffer) -> Callable[..., Stmt]:
+            return lambda *at: Store(to, (self.w, self.h, *at), source[at])
 
         return seq(
-            self._nest((rows, self.depth), keep(parts.part_sums, self.sums)),
-            self._nest((rows,), keep(parts.part_top, self.top)),
-            self._nest((rows,), keep(parts.part_total, self.total)),
+            self._nest((rows, self.depth), copy(problem.part_sums, self.sums)),
+            self._nest((rows,), copy(problem.part_max, self.row_max)),
+            self._nest((rows,), copy(problem.part_total, self.total)),
         )
 
-    def _take_queries(self) -> Stmt:
+    def _load_queries(self) -> Stmt:
+        """Load and scale the queries."""
+
         def row(r: SymExpr, query: SymExpr, head: SymExpr) -> Stmt:
-            q = self.parts.q
+            q = self.problem.q
             return loops(
                 "d", (self.width,),
-                lambda d: Store(self.queries, (r, d), (Scalar(q[query, head, d]) * self.parts.scale).value),
+                lambda d: Store(self.queries, (r, d), (Scalar(q[query, head, d]) * self.problem.scale).value),
             )  # fmt: skip
 
         return self._over_rows(sym(1), row)
 
-    def _span(self, first: SymExpr, end: SymExpr) -> Stmt:
-        """What the next pages of the sequence add, from `first` on, at most SPAN of them."""
-        scores, top, shrink, total = self.scores, self.top, self.shrink, self.total
+    def _softmax_step(self, first: SymExpr, end: SymExpr) -> Stmt:
+        """One step of the online softmax: pages `first` to `end` of the sequence, at most SPAN of them."""
+        scores, row_max, rescale, total = self.scores, self.row_max, self.rescale, self.total
         pages, rows = smin(sym(SPAN), end - first), self.rows
         keys = pages * self.page
 
-        def raise_top(r: SymExpr, found: Scalar) -> Stmt:
-            old = Scalar(top[(r,)])
-            new = old.maximum(found)
-            return seq(Store(shrink, (r,), weight(old - new).value), Store(top, (r,), new.value))
+        def update_max(r: SymExpr, step_max: Scalar) -> Stmt:
+            old = Scalar(row_max[(r,)])
+            new = old.maximum(step_max)
+            return seq(Store(rescale, (r,), weight(old - new).value), Store(row_max, (r,), new.value))
 
-        def weigh(r: SymExpr, j: SymExpr) -> Stmt:
-            found = weight(Scalar(scores[r, j]) - Scalar(top[(r,)]))
-            unseen = Scalar(scores[r, j]) <= LOWEST  # a row may see no key of these pages, nor of any before
-            return Store(scores, (r, j), select(unseen, 0.0, found).value)
+        def compute_weight(r: SymExpr, j: SymExpr) -> Stmt:
+            exp_score = weight(Scalar(scores[r, j]) - Scalar(row_max[(r,)]))
+            is_masked = Scalar(scores[r, j]) <= LOWEST  # all keys so far may be masked for a row
+            return Store(scores, (r, j), select(is_masked, 0.0, exp_score).value)
 
-        def add_total(r: SymExpr, found: Scalar) -> Stmt:
-            return Store(total, (r,), (Scalar(total[(r,)]) * Scalar(shrink[(r,)]) + found).value)
+        def add_total(r: SymExpr, step_sum: Scalar) -> Stmt:
+            return Store(total, (r,), (Scalar(total[(r,)]) * Scalar(rescale[(r,)]) + step_sum).value)
 
-        def shrunk(r: SymExpr, e: SymExpr) -> Stmt:
-            return Store(self.sums, (r, e), (Scalar(self.sums[r, e]) * Scalar(shrink[(r,)])).value)
+        def rescale_sums(r: SymExpr, e: SymExpr) -> Stmt:
+            return Store(self.sums, (r, e), (Scalar(self.sums[r, e]) * Scalar(rescale[(r,)])).value)
 
         return seq(
             loops("p", (pages,), lambda p: self._with_page(first + p, partial(self._score, p, first + p))),
-            self._fold("maxnum", (rows,), keys, lambda r, j: Scalar(scores[r, j]), raise_top),
-            self._nest((rows, keys), weigh),
+            self._fold("maxnum", (rows,), keys, lambda r, j: Scalar(scores[r, j]), update_max),
+            self._nest((rows, keys), compute_weight),
             self._fold("add", (rows,), keys, lambda r, j: Scalar(scores[r, j]), add_total),
-            self._nest((rows, self.depth), shrunk),
+            self._nest((rows, self.depth), rescale_sums),
             loops("p", (pages,), lambda p: self._with_page(first + p, partial(self._add_values, p, first + p))),
         )
 
     def _with_page(self, number: SymExpr, make: Callable[[SymExpr], Stmt]) -> Stmt:
-        """make(page of the pool) for page `number` of the sequence."""
+        """Bind and check the pool page of page `number` of the sequence, for make(page)."""
         page = SymVar("page", lower=None)
-        given = Scalar(self.parts.table[self.sequence, number]).cast("int64")
-        inside = (index(page) >= 0) & (index(page) < self.parts.keys.shape[1])
+        pool_page = Scalar(self.problem.table[self.sequence, number]).cast("int64")
+        inside = (index(page) >= 0) & (index(page) < self.problem.keys.shape[1])
         check = Check(inside.value, "paged_attention: a page of the table is out of range for the pool")
-        return LetIndex(page, given.value, seq(check, make(page)))
+        return LetIndex(page, pool_page.value, seq(check, make(page)))
 
     def _score(self, p: SymExpr, number: SymExpr, page: SymExpr) -> Stmt:
-        """The scores of one page, the p-th of its span."""
-        parts, h = self.parts, self.h
+        """Compute the scores of one page, the p-th of its step."""
+        problem, h = self.problem, self.h
 
         def score(r: SymExpr, j: SymExpr, d: SymExpr) -> Scalar:
-            return Scalar(self.queries[r, d]) * self._read(parts.keys, h, page, d, j)
+            return Scalar(self.queries[r, d]) * self._read(problem.keys, h, page, d, j)
 
-        def keep(r: SymExpr, j: SymExpr, found: Scalar) -> Stmt:
-            if parts.scales:
-                found = found * Scalar(parts.scales[0][h, page, j, 0])
-            if parts.cap is not None:
-                found = (found * (1 / parts.cap)).tanh() * parts.cap
+        def store_score(r: SymExpr, j: SymExpr, total: Scalar) -> Stmt:
+            if problem.scales:
+                total = total * Scalar(problem.scales[0][h, page, j, 0])
+            if problem.cap is not None:
+                total = (total * (1 / problem.cap)).tanh() * problem.cap
             query = self.position + r // self.group - number * self.page
-            seen = index(j, "int32") <= query
-            if parts.window is not None:
-                seen = seen & (index(j, "int32") > query - parts.window)
-            return Store(self.scores, (r, p * self.page + j), select(seen, found, LOWEST).value)
+            is_visible = index(j, "int32") <= query
+            if problem.window is not None:
+                is_visible = is_visible & (index(j, "int32") > query - problem.window)
+            return Store(self.scores, (r, p * self.page + j), select(is_visible, total, LOWEST).value)
 
-        return self._fold("add", (self.rows, self.page), self.width, score, keep)
+        return self._fold("add", (self.rows, self.page), self.width, score, store_score)
 
     def _add_values(self, p: SymExpr, number: SymExpr, page: SymExpr) -> Stmt:
-        """The values of one page by their weights. What stands behind the last token is not defined, and not read."""
-        parts, h, scores = self.parts, self.h, self.scores
-        count = smin(self.page, self.position + self.queried - number * self.page)
+        """Add the weighted values of one page, up to the last token; the rest of its page is undefined and not read."""
+        problem, h, scores = self.problem, self.h, self.scores
+        count = smin(self.page, self.position + self.num_queries - number * self.page)
 
         def value(r: SymExpr, e: SymExpr, j: SymExpr) -> Scalar:
-            return Scalar(scores[r, p * self.page + j]) * self._read(parts.values, h, page, j, e)
+            return Scalar(scores[r, p * self.page + j]) * self._read(problem.values, h, page, j, e)
 
-        def scaled(r: SymExpr, j: SymExpr) -> Stmt:
+        def scale_weight(r: SymExpr, j: SymExpr) -> Stmt:
             at = (r, p * self.page + j)
-            return Store(scores, at, (Scalar(scores[at]) * Scalar(parts.scales[1][h, page, j, 0])).value)
+            return Store(scores, at, (Scalar(scores[at]) * Scalar(problem.scales[1][h, page, j, 0])).value)
 
-        def keep(r: SymExpr, e: SymExpr, found: Scalar) -> Stmt:
-            return Store(self.sums, (r, e), (Scalar(self.sums[r, e]) + found).value)
+        def accumulate(r: SymExpr, e: SymExpr, total: Scalar) -> Stmt:
+            return Store(self.sums, (r, e), (Scalar(self.sums[r, e]) + total).value)
 
         return seq(
-            *([self._nest((self.rows, count), scaled)] if parts.scales else []),
-            self._fold("add", (self.rows, self.depth), count, value, keep),
+            *([self._nest((self.rows, count), scale_weight)] if problem.scales else []),
+            self._fold("add", (self.rows, self.depth), count, value, accumulate),
         )
 
     def _read(self, pool: Buffer, *at: SymExpr) -> Scalar:
@@ -513,47 +530,49 @@ class _Attend(_Block):
         value: Callable[..., Scalar],
         finish: Callable[..., Stmt],
     ) -> Stmt:
-        """for each element of `extents`: finish(combine over `reduced` of value)."""
+        """Loops over `extents` of finish(combine over `reduced` of value)."""
         return self._nest(
             extents, lambda *i: fold("float32", combine, reduced, partial(value, *i), partial(finish, *i))
         )
 
 
 class _Combine(_Block):
-    """The parts of a block that has several, at the first of them."""
+    """Combine the parts of a split block, in the task of its first part."""
 
     def stmt(self) -> Stmt:
-        parts, at = self.parts, (self.w, self.h)
-        leads = self.is_parted * (1 - smin(self.part, sym(1)))
-        rows = self.rows * leads
+        problem, at = self.problem, (self.w, self.h)
+        is_first = self.is_split * (1 - smin(self.part, sym(1)))
+        rows = self.rows * is_first
 
-        def raise_top(p: SymExpr, r: SymExpr) -> Stmt:
-            result = Scalar(parts.part_top[at[0] + p, at[1], r])
-            return Store(self.top, (r,), Scalar(self.top[(r,)]).maximum(result).value)
+        def update_max(p: SymExpr, r: SymExpr) -> Stmt:
+            part_max = Scalar(problem.part_max[at[0] + p, at[1], r])
+            return Store(self.row_max, (r,), Scalar(self.row_max[(r,)]).maximum(part_max).value)
 
-        def weigh(p: SymExpr, r: SymExpr) -> Stmt:
-            result = Scalar(parts.part_top[at[0] + p, at[1], r]) - Scalar(self.top[(r,)])
-            return Store(self.shrink, (r,), weight(result).value)
+        def compute_rescale(p: SymExpr, r: SymExpr) -> Stmt:
+            difference = Scalar(problem.part_max[at[0] + p, at[1], r]) - Scalar(self.row_max[(r,)])
+            return Store(self.rescale, (r,), weight(difference).value)
 
-        def add(to: Buffer, given: Buffer, p: SymExpr, r: SymExpr, *e: SymExpr) -> Stmt:
+        def accumulate(to: Buffer, part_values: Buffer, p: SymExpr, r: SymExpr, *e: SymExpr) -> Stmt:
             source, place = (at[0] + p, at[1], r, *e), (r, *e)
-            return Store(to, place, (Scalar(to[place]) + Scalar(given[source]) * Scalar(self.shrink[(r,)])).value)
+            return Store(
+                to, place, (Scalar(to[place]) + Scalar(part_values[source]) * Scalar(self.rescale[(r,)])).value
+            )
 
-        def of_part(p: SymExpr) -> Stmt:
+        def add_part(p: SymExpr) -> Stmt:
             return seq(
-                self._nest((rows,), partial(weigh, p)),
-                self._nest((rows,), partial(add, self.total, parts.part_total, p)),
-                self._nest((rows, self.depth), partial(add, self.sums, parts.part_sums, p)),
+                self._nest((rows,), partial(compute_rescale, p)),
+                self._nest((rows,), partial(accumulate, self.total, problem.part_total, p)),
+                self._nest((rows, self.depth), partial(accumulate, self.sums, problem.part_sums, p)),
             )
 
         body = self._with_fields(
             seq(
-                self._starts(rows),
-                loops("p", (self.parted * leads,), lambda p: self._nest((rows,), partial(raise_top, p))),
-                loops("p", (self.parted * leads,), of_part),
-                self._finish(leads),
+                self._init(rows),
+                loops("p", (self.num_parts * is_first,), lambda p: self._nest((rows,), partial(update_max, p))),
+                loops("p", (self.num_parts * is_first,), add_part),
+                self._finish(is_first),
             )
         )
-        for buffer in (self.sums, self.top, self.shrink, self.total):
+        for buffer in (self.sums, self.row_max, self.rescale, self.total):
             body = Allocate(buffer, body)
         return body
