@@ -1,4 +1,4 @@
-"""Matrix products: matmul with NumPy's rules, and integer products with zero points."""
+"""Matrix products by NumPy's rules: matmul, and integer matmul with zero points."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from relaxlite.ir.types import TensorType, Type
 
 
 def accumulator(dtype: DType) -> DType:
-    """The dtype that sums of this dtype are kept in: half-precision floats accumulate in float32."""
+    """Accumulator dtype of sums: float32 for half-precision floats, else the dtype itself."""
     return "float32" if dtype in HALF else dtype
 
 
 def accumulate(out: Buffer, extents: Iterable[IntLike], value: Callable[..., Scalar]) -> Stmt:
-    """out[i...] = sum over r... of value(i..., r...), which has dtype `accumulator(out.dtype)`."""
+    """Build out[i...] = sum over r... of value(i..., r...), summed in dtype `accumulator(out.dtype)`."""
     dtype = accumulator(out.dtype)
     zero = identity("add", dtype)
     return reduce(
@@ -34,7 +34,7 @@ def accumulate(out: Buffer, extents: Iterable[IntLike], value: Callable[..., Sca
 
 
 def equality_checks(message: str, *pairs: tuple[IntLike, IntLike]) -> tuple[Check, ...]:
-    """Run-time checks of the pairs that are not proven equal; none in the usual case."""
+    """Run-time checks that the sizes of each pair are equal; proven pairs need none."""
     return tuple(
         Check(index(a).equals(index(b)).value, f"{message}: {a} against {b}")
         for a, b in pairs
@@ -43,34 +43,38 @@ def equality_checks(message: str, *pairs: tuple[IntLike, IntLike]) -> tuple[Chec
 
 
 def emptiness_checks(op: str, why: str, x: Buffer, axes: Iterable[int], out: Buffer) -> tuple[Check, ...]:
-    """Run-time checks that x has elements along these dimensions, which `out` is made of, or that `out` has none; not
-    of what is proven."""
-    wanted = product(out.shape)
-    unproven = [k for k in axes if not (PROVER.can_prove_le(1, x.shape[k]) or PROVER.can_prove_equal(wanted, 0))]
+    """Run-time checks that x is nonempty along `axes` unless `out` is empty; proven axes need none.
+
+    `why` ends the error text: what the op cannot do with an empty dimension.
+    """
+    out_size = product(out.shape)
+    unproven = [k for k in axes if not (PROVER.can_prove_le(1, x.shape[k]) or PROVER.can_prove_equal(out_size, 0))]
     return tuple(
         Check(
-            ((index(x.shape[k]) > 0) | (index(wanted) < 1)).value, f"{op}: {x.name} is empty along dimension {k}: {why}"
+            ((index(x.shape[k]) > 0) | (index(out_size) < 1)).value,
+            f"{op}: {x.name} is empty along dimension {k}: {why}",
         )
         for k in unproven
     )
 
 
 def emit_op(bb: BlockBuilder, name: str, *operands: Any, **attrs: Any) -> Expr:
-    """Bind a call of the op of this name."""
+    """Emit a call of the op of this name and return the variable bound to it."""
     return bb.emit(get_op(name)(*operands, **attrs))
 
 
 def emit_reshape(bb: BlockBuilder, x: Expr, shape: Iterable[IntLike]) -> Expr:
+    """Emit a reshape and return the variable bound to it."""
     return emit_op(bb, "reshape", x, shape_value(shape))
 
 
 def in_accumulator(x: Any) -> Any:
-    """A NumPy array in the dtype that its sums are kept in."""
+    """Convert a NumPy array to its accumulator dtype."""
     return x.astype(dtypes.to_numpy(accumulator(dtypes.from_numpy(x.dtype) or "float32")))
 
 
 class _Product(Op):
-    """What matmul and matmul_integer share: NumPy's shape rule and the index of each operand."""
+    """Base of matmul and matmul_integer: NumPy's shape rule."""
 
     def product_shape(self, a: TensorType, b: TensorType) -> Shape:
         assert a.shape is not None and b.shape is not None
@@ -90,7 +94,7 @@ def _inner(b: Shape) -> SymExpr:
 
 
 def _lower_product(name: str, a: Buffer, b: Buffer, out: Buffer, value: Callable[..., Scalar]) -> Stmt:
-    """out[batch..., i, j] = sum over k of value(a[..., i, k], b[..., k, j], i..., j...)."""
+    """Build out[batch..., i, j] = sum over k of value(a[..., i, k], b[..., k, j], batch, (i,), (j,)) with checks."""
     rows, cols = len(a.shape) > 1, len(b.shape) > 1
     rank = len(out.shape) - rows - cols
     batch = out.shape[:rank]
@@ -108,9 +112,9 @@ def _lower_product(name: str, a: Buffer, b: Buffer, out: Buffer, value: Callable
 
 @register
 class Matmul(_Product):
-    """The matrix product a @ b with NumPy's rules: batch dimensions broadcast, a 1-D operand is a row or a column.
+    """Matrix product a @ b by NumPy's rules: batch dimensions broadcast, a 1-D operand is a row or a column.
 
-    Half-precision floats are summed in float32 and rounded once, to `dtype` if that is given (float32: not at all);
+    Half-precision floats accumulate in float32 and are rounded once, to `dtype` (None: their own; float32: not at all);
     integers wrap.
     """
 
@@ -131,8 +135,8 @@ class Matmul(_Product):
         return _lower_product(self.name, a, b, out, lambda x, y, *_: x.cast(wide) * y.cast(wide))
 
     def reference(self, a: Any, b: Any, *, dtype: DType | None) -> Any:
-        result = a.dtype if dtype is None else dtypes.to_numpy(dtype)
-        return np.asarray(np.matmul(in_accumulator(a), in_accumulator(b))).astype(result)
+        result_dtype = a.dtype if dtype is None else dtypes.to_numpy(dtype)
+        return np.asarray(np.matmul(in_accumulator(a), in_accumulator(b))).astype(result_dtype)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", "k"), ("k", "n")))
@@ -146,15 +150,15 @@ class Matmul(_Product):
         yield Sample((("m", 3), (3, "n")), dtypes=("int32", "int32"))
 
 
-FACTORS = ("int8", "uint8", "int16")  # that integer products take
+FACTORS = ("int8", "uint8", "int16")  # dtypes of the operands of integer products
 
 
 @register
 class MatmulInteger(_Product):
-    """(a - a_zero) @ (b - b_zero) of integers of 8 or 16 bits, in int32, where sums wrap.
+    """Integer matrix product (a - a_zero) @ (b - b_zero) of int8, uint8 or int16 in int32; sums wrap.
 
-    a_zero is a scalar or one value per row of a (m,), b_zero a scalar or one value per column of b (n,); both may also
-    have the rank of their operand, with 1 in the contracted dimension. b_zero needs a_zero before it.
+    a_zero is a scalar or has one value per row of a (m,), b_zero a scalar or one value per column of b (n,); both may
+    also have the rank of their operand, with 1 in the contracted dimension. b_zero requires a_zero.
     """
 
     name = "matmul_integer"
@@ -164,9 +168,9 @@ class MatmulInteger(_Product):
         x, y = self.tensor(a, "a"), self.tensor(b, "b")
         if x.dtype not in FACTORS or y.dtype not in FACTORS:
             self.fail(f"operands must be int8, uint8 or int16, got {x.dtype} and {y.dtype}")
-        for operand, zero, what in ((x, a_zero, "a_zero"), (y, b_zero, "b_zero")):
-            if zero is not None and self.tensor(zero, what).dtype != operand.dtype:
-                self.fail(f"{what} must have the dtype of its operand, {operand.dtype}, got {zero.ty}")
+        for operand, zero, name in ((x, a_zero, "a_zero"), (y, b_zero, "b_zero")):
+            if zero is not None and self.tensor(zero, name).dtype != operand.dtype:
+                self.fail(f"{name} must have the dtype of its operand, {operand.dtype}, got {zero.ty}")
         return TensorType.of(self.product_shape(x, y), "int32")
 
     def lower(
@@ -215,31 +219,31 @@ def _is_vector(zero: Buffer) -> bool:
     return len(zero.shape) == 1 and as_int(zero.shape[0]) != 1
 
 
-def _zero_sizes(zero: Buffer | None, wanted: Shape) -> Iterable[tuple[SymExpr, SymExpr]]:
-    """The sizes of a zero point of the rank of its operand that must be equal to those of that."""
-    if zero is None or len(wanted) < 2 or _is_vector(zero) or all(as_int(d) == 1 for d in zero.shape):
+def _zero_sizes(zero: Buffer | None, expected: Shape) -> Iterable[tuple[SymExpr, SymExpr]]:
+    """Pairs of sizes, of a zero point of the rank of its operand and of the operand, that must be equal."""
+    if zero is None or len(expected) < 2 or _is_vector(zero) or all(as_int(d) == 1 for d in zero.shape):
         return ()
-    leading = zip(reversed(zero.shape[:-2]), reversed(wanted[:-2]), strict=False)
-    return (*zip(zero.shape[-2:], wanted[-2:], strict=True), *(pair for pair in leading if as_int(pair[0]) != 1))
+    batch_pairs = zip(reversed(zero.shape[:-2]), reversed(expected[:-2]), strict=False)
+    return (*zip(zero.shape[-2:], expected[-2:], strict=True), *(pair for pair in batch_pairs if as_int(pair[0]) != 1))
 
 
 def _vector_checks(message: str, zero: Buffer | None, lines: Shape) -> Iterable[Check]:
-    """That a vector has a value for each row or column, or one for all, where its size is not known before."""
+    """Run-time check that a zero-point vector of unknown size has one value, or one per row or column."""
     if zero is None or not _is_vector(zero) or any(PROVER.can_prove_equal(zero.shape[0], n) for n in lines):
         return
-    result = index(zero.shape[0])
-    fits = result.equals(1)
+    size = index(zero.shape[0])
+    is_valid = size.equals(1)
     for n in lines:
-        fits = fits | result.equals(index(n))
-    yield Check(fits.value, f"{message}: {', '.join(map(str, lines)) or 1} against {zero.shape[0]}, which is not 1")
+        is_valid = is_valid | size.equals(index(n))
+    yield Check(is_valid.value, f"{message}: {', '.join(map(str, lines)) or 1} against {zero.shape[0]}, which is not 1")
 
 
 def _zero_point(
     zero: Buffer, at: Shape, batch: Shape, matrix: Shape, vector: Iterable[tuple[SymExpr, SymExpr]]
 ) -> Scalar:
-    """A zero point per tensor, per row or column, or per row or column of each matrix of the batch.
+    """Load a zero point per tensor, per row or column, or per row or column of each matrix of the batch.
 
-    vector: the number of rows or columns, and which of them is meant; empty where there is but one.
+    vector: (number of rows or columns, index); empty if the operand is a vector without them.
     """
     if all(as_int(d) == 1 for d in zero.shape):
         where: Shape = (sym(0),) * len(zero.shape)

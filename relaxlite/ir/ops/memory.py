@@ -1,7 +1,7 @@
-"""Explicit memory and run-time shapes: what a function consists of after lowering, beside calls of programs.
+"""Ops for explicit memory and run-time shapes in lowered functions.
 
-`memory.*` ops take symbolic shapes (stage "dps"); `vm.*` ops take slots of the shape heap instead, where a *dim*
-d >= 0 is a constant and d < 0 the heap slot -1-d (stage "vm"; see docs/runtime-abi.md, Bytecode).
+`memory.*` ops (IR stage "dps") take symbolic shapes. `vm.*` ops (IR stage "vm") take slots of the shape heap: a *dim*
+d >= 0 is a constant, d < 0 the heap slot -1-d (docs/runtime-abi.md, Bytecode).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _RuntimeOp(Op):
 
 @register
 class AllocTensor(_RuntimeOp):
-    """A new uninitialized tensor of its own memory."""
+    """Allocate an uninitialized tensor."""
 
     name = "memory.alloc_tensor"
     operands = ("shape",)
@@ -32,7 +32,7 @@ class AllocTensor(_RuntimeOp):
 
 @register
 class AllocArena(_RuntimeOp):
-    """The arena of a call: `size` is a shape of one value, in bytes."""
+    """Allocate the arena of a function call; `size` is a shape of one value, in bytes."""
 
     name = "memory.alloc_arena"
     operands = ("size",)
@@ -44,7 +44,7 @@ class AllocArena(_RuntimeOp):
 
 @register
 class View(_RuntimeOp):
-    """An uninitialized tensor inside an arena, at a byte offset (a shape of one value)."""
+    """Uninitialized tensor inside an arena, at a byte offset (a shape of one value)."""
 
     name = "memory.view"
     operands = ("arena", "offset", "shape")
@@ -57,8 +57,10 @@ class View(_RuntimeOp):
 
 @register
 class Part(_RuntimeOp):
-    """A part of the memory of tensor `x`, from a byte offset (a shape of one value) on, as one of its own shape and
-    dtype: what is written to one is seen in the other."""
+    """View of the memory of tensor `x` from a byte offset (a shape of one value) on, with its own shape and dtype.
+
+    Writes to the view are visible in `x` and vice versa.
+    """
 
     name = "memory.part"
     operands = ("x", "offset", "shape")
@@ -74,7 +76,7 @@ class Part(_RuntimeOp):
 
 @register
 class Copy(_RuntimeOp):
-    """A new tensor of its own memory with the same contents."""
+    """Copy a tensor to newly allocated memory."""
 
     name = "memory.copy"
     operands = ("x",)
@@ -88,7 +90,7 @@ class Copy(_RuntimeOp):
 
 
 class _VmOp(_RuntimeOp):
-    """An op whose result type cannot be computed from slots: lowering gives it (see `typed`)."""
+    """Op whose result type lowering supplies (see `typed`), as slots do not determine it."""
 
     def infer(self, *operands: Any, **attrs: Any) -> Type:
         return UNIT
@@ -96,7 +98,7 @@ class _VmOp(_RuntimeOp):
 
 @register
 class AllocHeap(_VmOp):
-    """The shape heap: an int64 tensor of `slots` zeros."""
+    """Allocate the shape heap: an int64 tensor of `slots` zeros."""
 
     name = "vm.alloc_heap"
     operands = ()
@@ -108,7 +110,7 @@ class AllocHeap(_VmOp):
 
 @register
 class VmMatchShape(_VmOp):
-    """Check dimensions of `x` against slots and constants and bind slots; `what` names x in an error."""
+    """Check the dimensions of `x` against slots and constants, and bind slots; `what` names x in error messages."""
 
     name = "vm.match_shape"
     operands = ("x", "heap")
@@ -117,7 +119,7 @@ class VmMatchShape(_VmOp):
 
 @register
 class VmAllocTensor(_VmOp):
-    """A new tensor with these dims."""
+    """Allocate a tensor with these dims."""
 
     name = "vm.alloc_tensor"
     operands = ("heap",)
@@ -127,7 +129,7 @@ class VmAllocTensor(_VmOp):
 
 @register
 class VmAllocArena(_VmOp):
-    """An arena of `size` bytes (a dim)."""
+    """Allocate an arena of `size` bytes (a dim)."""
 
     name = "vm.alloc_arena"
     operands = ("heap",)
@@ -137,7 +139,7 @@ class VmAllocArena(_VmOp):
 
 @register
 class VmView(_VmOp):
-    """A tensor inside an arena or inside another tensor."""
+    """Tensor inside an arena or inside another tensor."""
 
     name = "vm.view"
     operands = ("arena", "heap")
@@ -147,7 +149,7 @@ class VmView(_VmOp):
 
 @register
 class VmReshape(_VmOp):
-    """The same memory with another shape."""
+    """Reinterpret the memory of a tensor with another shape."""
 
     name = "vm.reshape"
     operands = ("x", "heap")

@@ -1,4 +1,4 @@
-"""Keys and values of past tokens in one tensor, of which each sequence of a batch fills another part."""
+"""Contiguous KV cache of a batch whose sequences have different lengths."""
 
 from __future__ import annotations
 
@@ -19,39 +19,40 @@ from relaxlite.ir.types import TensorType, Type
 
 @register
 class AppendAt(Op):
-    """The first begins[b] rows of cache (b, h, p, width), then x (b, h, s, width), then zeros: (b, h, length, width).
+    """Append x (b, h, s, width) to cache (b, h, p, width) at a position per sequence: (b, h, length, width).
 
-    `begins` is of int64; begins[b] is at most p, and begins[b] + s at most `length` (a shape of one value).
+    Sequence b gives the first begins[b] rows of the cache, then x[b], then zeros. `begins` int64 (b,) is at most p, and
+    begins[b] + s at most `length`, a shape of one value.
     """
 
     name = "append_at"
     operands = ("cache", "x", "begins", "length")
 
     def infer(self, cache: Expr, x: Expr, begins: Expr, length: Expr) -> Type:
-        ty, new, places = self.tensor(cache, "cache"), self.tensor(x, "x"), self.tensor(begins, "begins")
-        if ty.rank != 4 or new.rank != 4 or places.rank != 1 or places.dtype != "int64":
-            self.fail(f"cache, x and int64 begins must have ranks 4, 4 and 1, got {ty}, {new}, {places}")
+        ty, x_type, begins_type = self.tensor(cache, "cache"), self.tensor(x, "x"), self.tensor(begins, "begins")
+        if ty.rank != 4 or x_type.rank != 4 or begins_type.rank != 1 or begins_type.dtype != "int64":
+            self.fail(f"cache, x and int64 begins must have ranks 4, 4 and 1, got {ty}, {x_type}, {begins_type}")
         rows = self.shape(length, "length")
         if len(rows) != 1:
             self.fail(f"length must be one value, got {len(rows)}")
-        assert ty.shape is not None and new.shape is not None and places.shape is not None
+        assert ty.shape is not None and x_type.shape is not None and begins_type.shape is not None
         batch, heads, _, width = ty.shape
-        wanted = (batch, heads, new.shape[2], width)
-        if new.dtype != ty.dtype or any(map(PROVER.can_prove_ne, new.shape, wanted)):
-            self.fail(f"x must be {ty.dtype} of (batch, heads, s, width) as the cache {ty} has them, got {new}")
-        if PROVER.can_prove_ne(places.shape[0], batch):
-            self.fail(f"begins must hold one value for each sequence of the cache {ty}, got {places}")
+        expected = (batch, heads, x_type.shape[2], width)
+        if x_type.dtype != ty.dtype or any(map(PROVER.can_prove_ne, x_type.shape, expected)):
+            self.fail(f"x must be {ty.dtype} of (batch, heads, s, width) as the cache {ty} has them, got {x_type}")
+        if PROVER.can_prove_ne(begins_type.shape[0], batch):
+            self.fail(f"begins must hold one value for each sequence of the cache {ty}, got {begins_type}")
         return TensorType.of((batch, heads, rows[0], width), ty.dtype)
 
     def lower(self, cache: Buffer, x: Buffer, begins: Buffer, length: Shape, *, out: Buffer) -> Stmt:
         begin, count = SymVar("begin", lower=None), x.shape[2]
 
         def element(b: SymExpr, h: SymExpr, j: SymExpr, d: SymExpr) -> Stmt:
-            fits = (index(begin) >= 0) & (index(begin) <= cache.shape[2]) & (index(begin + count) <= out.shape[2])
+            is_valid = (index(begin) >= 0) & (index(begin) <= cache.shape[2]) & (index(begin + count) <= out.shape[2])
             new = select(index(j) < begin + count, Scalar(x[b, h, j - begin, d]), Scalar(literal(0, x.dtype)))
             row = select(index(j) < begin, Scalar(cache[b, h, j, d]), new)
             message = "append_at: the new rows of a sequence, from where it begins on, do not fit"
-            return LetIndex(begin, begins[b], seq(Check(fits.value, message), Store(out, (b, h, j, d), row.value)))
+            return LetIndex(begin, begins[b], seq(Check(is_valid.value, message), Store(out, (b, h, j, d), row.value)))
 
         checks = equality_checks(
             "append_at: the cache, x and begins differ in size",
