@@ -1,16 +1,16 @@
-"""Scaled dot-product attention as one program that never holds the matrix of scores (online softmax).
+"""Scaled dot-product attention as one program with online softmax: the score matrix is never materialized.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867); Dao et al., "FlashAttention"
-(arXiv 2205.14135). Queries are taken in blocks, and for each the keys in blocks:
+(arXiv 2205.14135). Loops over blocks of queries and, inside, blocks of keys:
 
-    S[j, i] = sum over d of k[j, d] * scale*q[i, d] + bias[i, j]    a block of scores, queries side by side
-    new[i] = max(top[i], max over j of S[j, i]);  shrink[i] = exp(top[i] - new[i])
-    P[j, i] = exp(S[j, i] - new[i]);  total[i] = total[i]*shrink[i] + sum over j of P[j, i]
-    O[e, i] = O[e, i]*shrink[i] + sum over j of v[j, e] * P[j, i]
+    S[j, i] = sum over d of k[j, d] * scale*q[i, d] + bias[i, j]    a transposed block of scores: queries contiguous
+    new[i] = max(row_max[i], max over j of S[j, i]);  rescale[i] = exp(row_max[i] - new[i])
+    P[j, i] = exp(S[j, i] - new[i]);  total[i] = total[i]*rescale[i] + sum over j of P[j, i]
+    O[e, i] = O[e, i]*rescale[i] + sum over j of v[j, e] * P[j, i]
 
-and out[i, e] = O[e, i] / total[i]. Everything is of one vector per row of a block: both products are register tiles of
-single elements of k and v against vectors of queries, and nothing is reduced across lanes. Where bfloat16 is multiplied
-in pairs, q, v and the weights P are laid out in pairs first, which k is in memory.
+and out[i, e] = O[e, i] / total[i]. Vector lanes are queries: both products are register tiles of broadcast elements of
+k and v times vectors of queries, without reductions across lanes. For bfloat16 dot products of pairs, q, v and the
+weights P are packed to pairs first; k has pairs in memory.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
 
-BLOCKS = (64, 16)  # queries of a block: keys and values are read once for each; then smaller ones for what is left
-FEW = 4  # queries that are left and better taken one by one, with vectors along keys and widths
-KEYS = 48  # of a block: the scores stay in the first-level cache
-KEYS_OF_ONE = 256  # the same for one query
-WIDEST = 512  # of q, k and v: their blocks have to stay in a core's own caches
+BLOCKS = (64, 16)  # queries per block, which reads keys and values once; the smaller size is for the remainder
+FEW = 4  # up to this remainder, queries are computed one by one, vectorized along keys and widths
+KEYS = 48  # keys per block: the scores stay in the L1 cache
+KEYS_OF_ONE = 256  # keys per block of a single query
+WIDEST = 512  # widest q, k and v: blocks have to stay in the private caches of a core
 
 Axes: TypeAlias = tuple[int, ...]
 
 
 def has_blocks(q: Shape, v: Shape) -> bool:
-    """Whether queries and values of these (transposed) shapes are of constant width, small enough for blocks."""
+    """Whether q and v of these (transposed) shapes have constant widths, small enough for the blocked program."""
     return all((as_int(width) or WIDEST + 1) <= WIDEST for width in (q[-1], v[-1]))
 
 
 @register
 class Attention(Op):
-    """softmax(scale * q @ k^T + bias) @ v over the last two axes: q (..., m, d), k (..., n, d), v (..., n, e).
+    """Scaled dot-product attention: softmax(scale * q @ k^T + bias) @ v, q (..., m, d), k (..., n, d), v (..., n, e).
 
-    The operands are transposed by q_axes, k_axes and v_axes first, the result (..., m, e) by out_axes (as `transpose`
-    does; None: not at all), which costs nothing. The leading dimensions broadcast, and so does bias to (..., m, n).
-    `group`: so many matrices of q in a row, along the dimension before the last two, share one of k and v, which have
-    that many times fewer (grouped-query attention). A mask of bool, which broadcasts as the bias does, replaces scores
-    by `masked` before the bias is added, where it is `masked_where`. Without keys (n = 0) the result is 0, and with
-    `zero_nan` also where weights would be NaN. Half-precision floats are computed in float32; the bias may be of that,
-    too. With `rounds`, weights may be rounded to bfloat16 as q, k and v are: then blocks are multiplied in pairs. The
-    result is of `dtype` (None: as q), which is that of q or what it is computed in.
+    q_axes, k_axes, v_axes and out_axes (None: identity) transpose operands and result (..., m, e) at no cost. Leading
+    dimensions broadcast, and bias to (..., m, n). With grouped-query attention, `group` consecutive matrices of q along
+    the third last dimension share one matrix of k and v. A bool mask, broadcast like the bias, replaces scores by
+    `masked` where it equals `masked_where`, before the bias is added. Without keys (n = 0) the result is 0; with
+    `zero_nan`, NaN weights become 0.
+
+    Half-precision floats compute in float32, which may also be the dtype of bias and of the result: `dtype` is that or
+    None, the dtype of q. With `rounds`, weights may be rounded to bfloat16, so that blocks use dot products of pairs.
     """
 
     name = "attention"
@@ -89,22 +89,22 @@ class Attention(Op):
             self.fail(f"there may be one bias and one mask, got {', '.join(str(x.ty) for x in added)}")
         scores = (*batch, qs[-2], ks[-2])
         for x in added:
-            found = self.tensor(x)
-            name = "mask" if found.dtype == "bool" else "bias"
-            if found.dtype not in ("bool", dtype, accumulator(dtype)) or len(found.shape or ()) > len(scores):
+            added_type = self.tensor(x)
+            name = "mask" if added_type.dtype == "bool" else "bias"
+            if added_type.dtype not in ("bool", dtype, accumulator(dtype)) or len(added_type.shape or ()) > len(scores):
                 shape = format_shape(scores)
-                self.fail(f"{name} must broadcast to the scores {shape} of {dtype}, got {found}")
-            for dim, full in zip(reversed(found.shape or ()), reversed(scores), strict=False):
+                self.fail(f"{name} must broadcast to the scores {shape} of {dtype}, got {added_type}")
+            for dim, full in zip(reversed(added_type.shape or ()), reversed(scores), strict=False):
                 if as_int(dim) != 1 and not PROVER.can_prove_equal(dim, full):
-                    self.fail(f"{name} {found} is not known to broadcast to the scores {format_shape(scores)}")
-        result = attrs["dtype"] or dtype
-        if result not in (dtype, accumulator(dtype)):
-            self.fail(f"the result of {dtype} is of that or of {accumulator(dtype)}, got dtype {result}")
+                    self.fail(f"{name} {added_type} is not known to broadcast to the scores {format_shape(scores)}")
+        result_dtype = attrs["dtype"] or dtype
+        if result_dtype not in (dtype, accumulator(dtype)):
+            self.fail(f"the result of {dtype} is of that or of {accumulator(dtype)}, got dtype {result_dtype}")
         out = (*batch, qs[-2], vs[-1])
-        return TensorType.of(tuple(out[a] for a in _order(attrs["out_axes"], len(out))), result)
+        return TensorType.of(tuple(out[a] for a in _order(attrs["out_axes"], len(out))), result_dtype)
 
     def _views(self, shapes: list[Shape], attrs: Mapping[str, Any]) -> list[Shape]:
-        """The shapes of the transposed q, k and v, each matrix of k and v counted `group` times."""
+        """Shapes of the transposed q, k and v, with matrices of k and v repeated `group` times; fails on a mismatch."""
         rank, group = len(shapes[0]), attrs["group"]
         for name in ("q_axes", "k_axes", "v_axes", "out_axes"):
             if sorted(_order(attrs[name], rank)) != list(range(rank)):
@@ -113,10 +113,10 @@ class Attention(Op):
         qs, ks, vs = (tuple(shape[a] for a in order) for shape, order in zip(shapes, orders, strict=True))
         if group < 1 or (group > 1 and rank < 3):
             self.fail(f"group {group} of operands of rank {rank}: it has to be positive, and 1 for matrices")
-        shared = [s if group == 1 else (*s[:-3], s[-3] * group, *s[-2:]) for s in (ks, vs)]
-        if group > 1 and not all(PROVER.can_prove_equal(qs[-3], s[-3]) for s in shared):
+        repeated = [s if group == 1 else (*s[:-3], s[-3] * group, *s[-2:]) for s in (ks, vs)]
+        if group > 1 and not all(PROVER.can_prove_equal(qs[-3], s[-3]) for s in repeated):
             self.fail(f"q has {qs[-3]} matrices, which are not {group} times those of k, {ks[-3]}, and v, {vs[-3]}")
-        return [qs, *shared]
+        return [qs, *repeated]
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         shapes = [self.tensor(x).shape or () for x in call.args[:3]]
@@ -127,8 +127,13 @@ class Attention(Op):
         group: Any = call.attrs["group"]
 
         def operand(k: int, axes: str) -> Expr:
-            turned = emit_op(bb, "transpose", call.args[k], axes=_order(call.attrs[axes], rank))  # type: ignore[arg-type]
-            return emit_op(bb, "cast", turned if k == 0 else _repeated(bb, turned, group), dtype=wide)
+            transposed_operand = emit_op(bb, "transpose", call.args[k], axes=_order(call.attrs[axes], rank))  # type: ignore[arg-type]
+            return emit_op(
+                bb,
+                "cast",
+                transposed_operand if k == 0 else _repeat_matrices(bb, transposed_operand, group),
+                dtype=wide,
+            )
 
         keys = emit_op(bb, "transpose", operand(1, "k_axes"), axes=(*range(rank - 2), rank - 1, rank - 2))
         scores = emit_op(bb, "matmul", operand(0, "q_axes"), keys)
@@ -144,8 +149,8 @@ class Attention(Op):
         if call.attrs["zero_nan"]:
             weights = emit_op(bb, "where", emit_op(bb, "isnan", weights), np.zeros((), dtypes.to_numpy(wide)), weights)
         result = emit_op(bb, "matmul", weights, operand(2, "v_axes"))
-        turned = emit_op(bb, "transpose", result, axes=_order(call.attrs["out_axes"], rank))  # type: ignore[arg-type]
-        return get_op("cast")(turned, dtype=call.attrs["dtype"] or self.tensor(call.args[0]).dtype)
+        transposed = emit_op(bb, "transpose", result, axes=_order(call.attrs["out_axes"], rank))  # type: ignore[arg-type]
+        return get_op("cast")(transposed, dtype=call.attrs["dtype"] or self.tensor(call.args[0]).dtype)
 
     def lower(self, q: Buffer, k: Buffer, v: Buffer, *added: Buffer, out: Buffer, scale: float, **attrs: Any) -> Stmt:
         rank = len(q.shape)
@@ -166,16 +171,18 @@ class Attention(Op):
             (views[1].shape[-2], views[2].shape[-2]),
         )
         is_paired = attrs["rounds"] and q.dtype == "bfloat16" and (as_int(views[0].shape[-1]) or 1) % 2 == 0
-        parts = _Parts(*views, result, bias, mask, attrs["zero_nan"], scale, accumulator(out.dtype), is_paired)
+        problem = _Problem(*views, result, bias, mask, attrs["zero_nan"], scale, accumulator(out.dtype), is_paired)
         large, small = BLOCKS
-        start, left = parts.rows // large * large, parts.rows % large
-        few = smin(FEW + 1 - smin(left, sym(FEW + 1)), sym(1))  # whether at most FEW are left: 1 or 0
-        pieces = (
-            (sym(0), parts.rows // large, large),
-            (start, (1 - few) * ((left + small - 1) // small), small),
-            (start, few * left, 1),
+        start, remainder = problem.rows // large * large, problem.rows % large
+        is_few = smin(FEW + 1 - smin(remainder, sym(FEW + 1)), sym(1))  # whether at most FEW are left: 1 or 0
+        block_ranges = (
+            (sym(0), problem.rows // large, large),
+            (start, (1 - is_few) * ((remainder + small - 1) // small), small),
+            (start, is_few * remainder, 1),
         )
-        stages = [_over_blocks(parts, batch, *piece) for piece in pieces if as_int(piece[1]) != 0]
+        stages = [
+            _over_blocks(problem, batch, *block_range) for block_range in block_ranges if as_int(block_range[1]) != 0
+        ]
         return seq(*checks, *stages)
 
     def reference(self, q: Any, k: Any, v: Any, *added: Any, **attrs: Any) -> Any:
@@ -215,26 +222,26 @@ class Attention(Op):
         yield Sample((("b", "m", 8), ("b", "n", 8), ("b", "n", 8), ("b", 1, "n"), ("m", "n")), {"masked": -1e9}, masked)
         attrs = {"masked": -3.0, "masked_where": True}
         yield Sample((("m", "d"), ("n", "d"), ("n", "e"), (1, "n")), attrs, (*masked[:3], "bool"))
-        halves = ("bfloat16",) * 3
-        yield Sample((("m", 16), ("n", 16), ("n", 7)), {"rounds": True, "scale": 0.3}, halves, tolerance=2e-2)
+        bf16_kinds = ("bfloat16",) * 3
+        yield Sample((("m", 16), ("n", 16), ("n", 7)), {"rounds": True, "scale": 0.3}, bf16_kinds, tolerance=2e-2)
         yield Sample(
             (("b", "m", 4, 8), ("b", "n", 4, 8), ("b", "n", 4, 20), ("b", 1, 1, "n"), ("m", "n")),
             {"rounds": True, "scale": 0.2, "masked": -1e9, **heads},
-            (*halves, "float32", "bool"),
+            (*bf16_kinds, "float32", "bool"),
             tolerance=2e-2,
         )
-        yield Sample((("m", 16), ("n", 16), ("n", 7)), {"rounds": True, "dtype": "float32"}, halves, tolerance=2e-2)
+        yield Sample((("m", 16), ("n", 16), ("n", 7)), {"rounds": True, "dtype": "float32"}, bf16_kinds, tolerance=2e-2)
         attrs = {"masked": float("-inf"), "zero_nan": True}
         yield Sample((("m", 8), ("n", 8), ("n", 8), ("m", "n")), attrs, (*masked[:3], "bool"))
 
 
 def _order(axes: Axes | None, rank: int) -> Axes:
-    """A permutation, spelled out."""
+    """Normalize axes to a permutation of nonnegative integers; None is the identity."""
     return tuple(range(rank)) if axes is None else tuple(a % rank for a in axes)
 
 
-def _repeated(bb: BlockBuilder, x: Expr, group: int) -> Expr:
-    """Each matrix of x (..., h, n, d) `group` times in a row."""
+def _repeat_matrices(bb: BlockBuilder, x: Expr, group: int) -> Expr:
+    """Repeat each matrix of x (..., h, n, d) `group` times."""
     if group == 1:
         return x
     assert isinstance(x.ty, TensorType) and x.ty.shape is not None
@@ -246,8 +253,7 @@ def _repeated(bb: BlockBuilder, x: Expr, group: int) -> Expr:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A buffer seen through a permutation: dimension p of the view is dimension axes[p] of the buffer, and each matrix
-    stands there `group` times."""
+    """Transposed view of a buffer: dimension p is axes[p] of the buffer; matrices are repeated `group` times."""
 
     buffer: Buffer
     axes: Axes
@@ -261,23 +267,29 @@ class _View:
         return tuple(dims)
 
     def at(self, *indices: SymExpr) -> Shape:
-        """Where the buffer holds an element of the view; dimensions of one are not moved along."""
-        places = list(indices)
+        """Buffer indices of an element of the view; dimensions of size 1 broadcast."""
+        view_indices = list(indices)
         if self.group > 1:
-            places[-3] = places[-3] // self.group
-        moved = [sym(0) if as_int(self.buffer.shape[a]) == 1 else i for a, i in zip(self.axes, places, strict=True)]
-        return tuple(moved[self.axes.index(d)] for d in range(len(moved)))
+            view_indices[-3] = view_indices[-3] // self.group
+        broadcast_indices = [
+            sym(0) if as_int(self.buffer.shape[a]) == 1 else i for a, i in zip(self.axes, view_indices, strict=True)
+        ]
+        return tuple(broadcast_indices[self.axes.index(d)] for d in range(len(broadcast_indices)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
+    """Bool mask that replaces scores by a constant."""
+
     buffer: Buffer
-    value: float  # of scores where the mask is `where`
+    value: float  # replaces scores where the mask equals `where`
     where: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _Problem:
+    """Operands, result and attributes of attention."""
+
     q: _View
     k: _View
     v: _View
@@ -286,190 +298,189 @@ class _Parts:
     mask: _Mask | None
     zero_nan: bool
     scale: float
-    dtype: str  # of all that is computed
-    is_paired: bool  # blocks are multiplied in pairs of bfloat16
+    dtype: str  # dtype of the computation
+    is_paired: bool  # blocks use dot products of bfloat16 pairs
 
     @property
     def rows(self) -> SymExpr:
         return self.q.shape[-2]
 
 
-def _over_blocks(parts: _Parts, batch: Shape, start: SymExpr, count: SymExpr, size: int) -> Stmt:
-    """In every matrix, `count` blocks of `size` queries from `start` on; the smallest may be partly empty."""
-    partly = size == BLOCKS[-1]  # the last of these
+def _over_blocks(problem: _Problem, batch: Shape, start: SymExpr, count: SymExpr, size: int) -> Stmt:
+    """Loop over `count` blocks of `size` queries from `start` on, in every matrix; the last one may be partial."""
+    may_be_partial = size == BLOCKS[-1]  # the last block may be partial
 
     def block(*at: SymVar) -> Stmt:
         first = start + at[-1] * size
-        queries = smin(sym(size), parts.rows - first) if partly else sym(size)
-        return _Block(parts, at[:-1], first, queries, size).stmt()
+        queries = smin(sym(size), problem.rows - first) if may_be_partial else sym(size)
+        return _Block(problem, at[:-1], first, queries, size).stmt()
 
     return loops("bhgfe", (*batch, count), block)
 
 
 class _Block:
-    """The statements for `count` queries from `start` on, of the matrices at `batch`; there is room for `size`."""
+    """Statements for a block of `count` <= `size` queries from `start` on, in the matrices at `batch`."""
 
-    def __init__(self, parts: _Parts, batch: Shape, start: SymExpr, count: SymExpr, size: int) -> None:
-        self.parts, self.batch, self.start, self.count, self.size = parts, batch, start, count, sym(size)
-        self.keys = parts.k.shape[-2]
-        self.width, self.depth = parts.q.shape[-1], parts.v.shape[-1]
-        self.is_paired = parts.is_paired and size > 1
-        self.most_keys = KEYS_OF_ONE if size == 1 else KEYS
+    def __init__(self, problem: _Problem, batch: Shape, start: SymExpr, count: SymExpr, size: int) -> None:
+        self.problem, self.batch, self.start, self.count, self.size = problem, batch, start, count, sym(size)
+        self.keys = problem.k.shape[-2]
+        self.width, self.depth = problem.q.shape[-1], problem.v.shape[-1]
+        self.is_paired = problem.is_paired and size > 1
+        self.max_keys = KEYS_OF_ONE if size == 1 else KEYS
         self.queries = self._local("queries", self.width)
         if self.is_paired:
-            pairs = sym(self.most_keys // 2)
+            pairs = sym(self.max_keys // 2)
             self.queries = Buffer("queries", (self.width // 2, self.size), "int32", "local")
             self.values = Buffer("values", (pairs, self.depth), "int32", "local")
             self.weights = Buffer("weights", (pairs, self.size), "int32", "local")
-        self.scores = self._local("scores", sym(self.most_keys))
+        self.scores = self._local("scores", sym(self.max_keys))
         self.sums = self._local("sums", self.depth)
-        self.stages_bias = size > 1 and parts.bias is not None and self._has_rows(parts.bias)  # along its rows
-        self.top, self.shrink, self.total = (self._local(name) for name in ("top", "shrink", "total"))
+        self.stages_bias = size > 1 and problem.bias is not None and self._has_rows(problem.bias)  # along its rows
+        self.row_max, self.rescale, self.total = (self._local(name) for name in ("top", "shrink", "total"))
 
     def _local(self, name: str, *rows: SymExpr) -> Buffer:
-        return Buffer(name, (*rows, self.size), self.parts.dtype, "local")
+        return Buffer(name, (*rows, self.size), self.problem.dtype, "local")
 
     def stmt(self) -> Stmt:
-        lowest = float(np.finfo(dtypes.to_numpy(self.parts.dtype)).min)  # -inf - -inf would be NaN
-        starts = [(self.queries, 0), (self.sums, 0.0), (self.total, 0.0), (self.top, lowest)]
+        lowest = float(np.finfo(dtypes.to_numpy(self.problem.dtype)).min)  # -inf - -inf would be NaN
+        init_values = [(self.queries, 0), (self.sums, 0.0), (self.total, 0.0), (self.row_max, lowest)]
         if self.stages_bias:
-            starts.append((self.scores, 0.0))  # of the columns beyond the last query
-        first = [self._filled(buffer, value) for buffer, value in starts]
-        blocks = (self.keys + self.most_keys - 1) // self.most_keys
-        over_keys = loops("j", (blocks,), lambda j: self._keys(j * self.most_keys))
-        body = seq(*first, self._take_queries(), over_keys, self._finish())
+            init_values.append((self.scores, 0.0))  # columns beyond the last query
+        init = [self._fill(buffer, value) for buffer, value in init_values]
+        blocks = (self.keys + self.max_keys - 1) // self.max_keys
+        over_keys = loops("j", (blocks,), lambda j: self._softmax_step(j * self.max_keys))
+        body = seq(*init, self._load_queries(), over_keys, self._finish())
         paired = (self.values, self.weights) if self.is_paired else ()
-        for buffer in (self.queries, self.scores, self.sums, self.top, self.shrink, self.total, *paired):
+        for buffer in (self.queries, self.scores, self.sums, self.row_max, self.rescale, self.total, *paired):
             body = Allocate(buffer, body)
         return body
 
-    def _filled(self, buffer: Buffer, value: float) -> Stmt:
+    def _fill(self, buffer: Buffer, value: float) -> Stmt:
         return _nest("ij", buffer.shape, lambda *at: Store(buffer, at, literal(value, buffer.dtype)))
 
-    def _take_queries(self) -> Stmt:
-        """queries[d, i] = scale * q[start + i, d], or without the scale two elements of a row in one word; the block's
-        other columns stay 0."""
+    def _load_queries(self) -> Stmt:
+        """Load queries[d, i] = scale * q[start + i, d], or unscaled bfloat16 pairs; unused columns stay 0."""
         if self.is_paired:
-            q = self.parts.q
+            q = self.problem.q
             return self._over_queries(
-                self.width // 2, lambda i, d: Store(self.queries, (d, i), self._pair_of_row(q, self.start + i, d))
+                self.width // 2, lambda i, d: Store(self.queries, (d, i), self._load_pair(q, self.start + i, d))
             )
 
         def element(i: SymExpr, d: SymExpr) -> Stmt:
-            q = self._read(self.parts.q, self.start + i, d)
-            return Store(self.queries, (d, i), (q * self.parts.scale).value)
+            q = self._read(self.problem.q, self.start + i, d)
+            return Store(self.queries, (d, i), (q * self.problem.scale).value)
 
         return self._over_queries(self.width, element)
 
     def _over_queries(self, width: SymExpr, make: Callable[[SymExpr, SymExpr], Stmt]) -> Stmt:
-        """make(query, element of its row). The bound tells that blocks do not overlap, so that they run in parallel."""
+        """Loop make(query, element of its row); the bound of `i` proves that blocks are disjoint (parallel)."""
         if as_int(self.size) == 1:
             return loops("d", (width,), lambda d: make(sym(0), d))
         i = SymVar("i", upper=(as_int(self.size) or 1) - 1)
         return For(i, self.count, loops("d", (width,), lambda d: make(i, d)))
 
     def _read(self, view: _View, row: SymExpr, column: SymExpr) -> Scalar:
-        return Scalar(view.buffer[view.at(*self.batch, row, column)]).cast(self.parts.dtype)
+        return Scalar(view.buffer[view.at(*self.batch, row, column)]).cast(self.problem.dtype)
 
-    def _pair_of_row(self, view: _View, row: SymExpr, number: SymExpr) -> Value:
-        return _pair(*(view.buffer[view.at(*self.batch, row, number * 2 + n)] for n in range(2)))
+    def _load_pair(self, view: _View, row: SymExpr, number: SymExpr) -> Value:
+        return _pack_pair(*(view.buffer[view.at(*self.batch, row, number * 2 + n)] for n in range(2)))
 
-    def _keys(self, start: SymExpr) -> Stmt:
-        """What the keys from `start` on add."""
-        count = smin(sym(self.most_keys), self.keys - start)
-        scores, top, shrink, total = self.scores, self.top, self.shrink, self.total
+    def _softmax_step(self, start: SymExpr) -> Stmt:
+        """One step of the online softmax: the block of keys from `start` on."""
+        count = smin(sym(self.max_keys), self.keys - start)
+        scores, row_max, rescale, total = self.scores, self.row_max, self.rescale, self.total
 
         def score(j: SymExpr, i: SymExpr, d: SymExpr) -> Scalar:
             if self.is_paired:
-                return _dot(self._pair_of_row(self.parts.k, start + j, d), self.queries[d, i])
-            return self._read(self.parts.k, start + j, d) * Scalar(self.queries[d, i])
+                return _dot2(self._load_pair(self.problem.k, start + j, d), self.queries[d, i])
+            return self._read(self.problem.k, start + j, d) * Scalar(self.queries[d, i])
 
-        def keep_score(j: SymExpr, i: SymExpr, found: Scalar) -> Stmt:
-            masked = self._masked(found * self.parts.scale if self.is_paired else found, i, start + j)
+        def store_score(j: SymExpr, i: SymExpr, dot: Scalar) -> Stmt:
+            masked = self._masked(dot * self.problem.scale if self.is_paired else dot, i, start + j)
             bias = Scalar(scores[j, i]) if self.stages_bias else self._bias(i, start + j)
             return Store(scores, (j, i), (masked + bias).value)
 
-        def raise_top(i: SymExpr, found: Scalar) -> Stmt:
-            old = Scalar(top[(i,)])
-            new = old.maximum(found)
-            return seq(Store(shrink, (i,), weight(old - new).value), Store(top, (i,), new.value))
+        def update_max(i: SymExpr, block_max: Scalar) -> Stmt:
+            old = Scalar(row_max[(i,)])
+            new = old.maximum(block_max)
+            return seq(Store(rescale, (i,), weight(old - new).value), Store(row_max, (i,), new.value))
 
-        def weigh(j: SymExpr, i: SymExpr) -> Stmt:
-            return Store(scores, (j, i), weight(Scalar(scores[j, i]) - Scalar(top[(i,)])).value)
+        def compute_weight(j: SymExpr, i: SymExpr) -> Stmt:
+            return Store(scores, (j, i), weight(Scalar(scores[j, i]) - Scalar(row_max[(i,)])).value)
 
-        def shrunk(old: Value, i: SymExpr, found: Scalar) -> Value:
-            return (Scalar(old) * Scalar(shrink[(i,)]) + found).value
+        def accumulate(old: Value, i: SymExpr, block_sum: Scalar) -> Value:
+            return (Scalar(old) * Scalar(rescale[(i,)]) + block_sum).value
 
         def value(e: SymExpr, i: SymExpr, j: SymExpr) -> Scalar:
             if self.is_paired:
-                return _dot(self.values[j, e], self.weights[j, i])
-            return self._read(self.parts.v, start + j, e) * Scalar(scores[j, i])
+                return _dot2(self.values[j, e], self.weights[j, i])
+            return self._read(self.problem.v, start + j, e) * Scalar(scores[j, i])
 
         pairs = (count + 1) // 2
 
         def pair_of_keys(number: SymExpr, element: Callable[[SymExpr], Value]) -> Value:
-            """What two keys have; beyond the last there is 0."""
+            """Pack the values of two keys; 0 beyond the last key."""
             first, second = number * 2, number * 2 + 1
-            other = element(second)
-            return _pair(element(first), Select((index(second) < count).value, other, literal(0.0, other.dtype)))
+            second_value = element(second)
+            return _pack_pair(
+                element(first), Select((index(second) < count).value, second_value, literal(0.0, second_value.dtype))
+            )
 
         def pair_values(j: SymExpr, e: SymExpr) -> Stmt:
-            v = self.parts.v
-            found = pair_of_keys(j, lambda key: v.buffer[v.at(*self.batch, start + key, e)])
-            return Store(self.values, (j, e), found)
+            v = self.problem.v
+            value_pair = pair_of_keys(j, lambda key: v.buffer[v.at(*self.batch, start + key, e)])
+            return Store(self.values, (j, e), value_pair)
 
         def pair_weights(j: SymExpr, i: SymExpr) -> Stmt:
             return Store(self.weights, (j, i), pair_of_keys(j, lambda key: scores[key, i]))
 
-        def take_bias(i: SymExpr, j: SymExpr) -> Stmt:
+        def load_bias(i: SymExpr, j: SymExpr) -> Stmt:
             return Store(scores, (j, i), self._bias(i, start + j).value)
 
         return seq(
-            *([self._over_queries(count, take_bias)] if self.stages_bias else []),
-            self._fold("add", (count, self.size), self.queries.shape[0], score, keep_score),
-            self._fold("maxnum", (self.size,), count, lambda i, j: Scalar(scores[j, i]), raise_top),
-            _nest("ji", (count, self.size), weigh),
+            *([self._over_queries(count, load_bias)] if self.stages_bias else []),
+            self._fold("add", (count, self.size), self.queries.shape[0], score, store_score),
+            self._fold("maxnum", (self.size,), count, lambda i, j: Scalar(scores[j, i]), update_max),
+            _nest("ji", (count, self.size), compute_weight),
             self._fold(
                 "add", (self.size,), count, lambda i, j: Scalar(scores[j, i]),
-                lambda i, found: Store(total, (i,), shrunk(total[(i,)], i, found)),
+                lambda i, block_sum: Store(total, (i,), accumulate(total[(i,)], i, block_sum)),
             ),
             *([_nest("je", (pairs, self.depth), pair_values)] if self.is_paired else []),
             *([_nest("ji", (pairs, self.size), pair_weights)] if self.is_paired else []),
             self._fold(
                 "add", (self.depth, self.size), pairs if self.is_paired else count, value,
-                lambda e, i, found: Store(self.sums, (e, i), shrunk(self.sums[e, i], i, found)),
+                lambda e, i, block_sum: Store(self.sums, (e, i), accumulate(self.sums[e, i], i, block_sum)),
             ),
         )  # fmt: skip
 
     def _bias(self, i: SymExpr, j: SymExpr) -> Scalar:
-        """The bias of query start + i and key j; columns beyond the last query have none."""
-        bias = self.parts.bias
+        """Load the bias of query start + i and key j; 0 for columns beyond the last query."""
+        bias = self.problem.bias
         if bias is None:
-            return Scalar(literal(0.0, self.parts.dtype))
-        result = self._of_score(bias, i, j).cast(self.parts.dtype)
-        return (
-            select(index(i) < self.count, result, 0.0) if self._moves_beyond(bias) and not self.stages_bias else result
-        )
+            return Scalar(literal(0.0, self.problem.dtype))
+        result = self._load_broadcast(bias, i, j).cast(self.problem.dtype)
+        return select(index(i) < self.count, result, 0.0) if self._may_exceed(bias) and not self.stages_bias else result
 
-    def _masked(self, found: Scalar, i: SymExpr, j: SymExpr) -> Scalar:
-        """A score of query start + i and key j, or what stands for it."""
-        mask = self.parts.mask
+    def _masked(self, score: Scalar, i: SymExpr, j: SymExpr) -> Scalar:
+        """Apply the mask to the score of query start + i and key j."""
+        mask = self.problem.mask
         if mask is None:
-            return found
-        taken = self._of_score(mask.buffer, i, j)
-        replaced = literal(mask.value, self.parts.dtype)
-        branches = (Scalar(replaced), found) if mask.where else (found, Scalar(replaced))
-        chosen = select(taken, *branches)
-        return select(index(i) < self.count, chosen, 0.0) if self._moves_beyond(mask.buffer) else chosen
+            return score
+        mask_value = self._load_broadcast(mask.buffer, i, j)
+        replacement = literal(mask.value, self.problem.dtype)
+        branches = (Scalar(replacement), score) if mask.where else (score, Scalar(replacement))
+        masked_score = select(mask_value, *branches)
+        return select(index(i) < self.count, masked_score, 0.0) if self._may_exceed(mask.buffer) else masked_score
 
-    def _of_score(self, buffer: Buffer, i: SymExpr, j: SymExpr) -> Scalar:
-        """What a tensor that broadcasts to the scores holds for query start + i and key j."""
+    def _load_broadcast(self, buffer: Buffer, i: SymExpr, j: SymExpr) -> Scalar:
+        """Load the element for query start + i and key j of a tensor that broadcasts to the scores."""
         at = (*self.batch, self.start + i, j)[len(self.batch) + 2 - len(buffer.shape) :]
         where = tuple(sym(0) if as_int(dim) == 1 else index for dim, index in zip(buffer.shape, at, strict=True))
         return Scalar(buffer[where])
 
-    def _moves_beyond(self, buffer: Buffer) -> bool:
-        """Whether such a tensor has rows of its own for the queries, of which a block may have fewer than columns."""
+    def _may_exceed(self, buffer: Buffer) -> bool:
+        """Whether a load could exceed the tensor: it has a row per query, and the block may be partial."""
         return self._has_rows(buffer) and self.count is not self.size
 
     def _has_rows(self, buffer: Buffer) -> bool:
@@ -483,37 +494,37 @@ class _Block:
         value: Callable[..., Scalar],
         finish: Callable[..., Stmt],
     ) -> Stmt:
-        """for each element of `extents`: finish(combine over `reduced` of value)."""
-        dtype = self.parts.dtype
+        """Loops over `extents` of finish(combine over `reduced` of value)."""
+        dtype = self.problem.dtype
         return _nest("sl", extents, lambda *i: fold(dtype, combine, reduced, partial(value, *i), partial(finish, *i)))
 
     def _finish(self) -> Stmt:
-        """out = sums / total; without keys 0."""
-        some = index(self.keys) > 0
+        """Store out = sums / total; 0 without keys."""
+        has_keys = index(self.keys) > 0
 
         def scale(i: SymExpr) -> Stmt:
             total = Scalar(self.total[(i,)])
-            known = (some & (total > 0.0)) if self.parts.zero_nan else some
-            return Store(self.total, (i,), select(known, 1.0 / total, 0.0).value)
+            is_valid = (has_keys & (total > 0.0)) if self.problem.zero_nan else has_keys
+            return Store(self.total, (i,), select(is_valid, 1.0 / total, 0.0).value)
 
         def element(i: SymExpr, e: SymExpr) -> Stmt:
-            out = self.parts.out
+            out = self.problem.out
             factor = Scalar(self.total[(i,)])
             value = Scalar(self.sums[e, i]) * factor
-            if self.parts.zero_nan:  # the sums may be NaN, as the scores are
+            if self.problem.zero_nan:  # sums may be NaN because scores are
                 value = select(factor > 0.0, value, 0.0)
             return Store(out.buffer, out.at(*self.batch, self.start + i, e), value.cast(out.buffer.dtype).value)
 
         return seq(_nest("i", (self.size,), scale), self._over_queries(self.depth, element))
 
 
-def _pair(first: Value, second: Value) -> Value:
-    """Two numbers as bfloat16 in one word."""
+def _pack_pair(first: Value, second: Value) -> Value:
+    """Pack two numbers as bfloat16 in an int32."""
     narrow = (x if x.dtype == "bfloat16" else Intrinsic(NARROW, (x,), "bfloat16") for x in (first, second))
     return Intrinsic(PACK_BF16, tuple(narrow), "int32")
 
 
-def _dot(a: Value, b: Value) -> Scalar:
+def _dot2(a: Value, b: Value) -> Scalar:
     return Scalar(Intrinsic(DOT2_PACKED_BF16, (literal(0.0, "float32"), a, b), "float32"))
 
 
@@ -524,19 +535,19 @@ def fold(
     value: Callable[[SymExpr], Scalar],
     finish: Callable[[Scalar], Stmt],
 ) -> Stmt:
-    """finish(combine over `reduced` of value), in a local element of this dtype."""
+    """Reduce value over a loop of `reduced` iterations in a local of this dtype, and pass the result to `finish`."""
     total = Buffer("acc", (), dtype, "local")
     inner = loops("r", (reduced,), lambda r: Store(total, (), value(r).value, combine))
     return Allocate(total, seq(Store(total, (), identity(combine, dtype)), inner, finish(Scalar(Load(total, ())))))
 
 
 def _nest(names: str, extents: Iterable[SymExpr], make: Callable[..., Stmt]) -> Stmt:
-    """`loops` without those of one iteration, which would stand between a vector and the loop that it runs along."""
+    """`loops` without loops of one iteration, which would separate a vector from the loop that it is along."""
     dims = tuple(extents)
 
     def body(*at: SymVar) -> Stmt:
-        left = iter(at)
-        return make(*(sym(0) if as_int(d) == 1 else next(left) for d in dims))
+        remaining = iter(at)
+        return make(*(sym(0) if as_int(d) == 1 else next(remaining) for d in dims))
 
-    kept = [k for k, d in enumerate(dims) if as_int(d) != 1]
-    return loops("".join(names[k] for k in kept), [dims[k] for k in kept], body)
+    looped = [k for k, d in enumerate(dims) if as_int(d) != 1]
+    return loops("".join(names[k] for k in looped), [dims[k] for k in looped], body)

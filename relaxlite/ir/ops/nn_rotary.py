@@ -20,13 +20,12 @@ from relaxlite.ir.types import Type
 
 @register
 class Rotary(Op):
-    """Pairs of elements of each row of x (..., d) turned by angles, of which cos and sin are given: with `other` being
-    the second element of a pair for its first and the first for its second,
+    """Rotary position embedding: rotate pairs (a, b) of elements of each row of x (..., d) by angles.
 
-        first: x * cos - other * sin        second: x * cos + other * sin
+        a' = a * cos - b * sin        b' = b * cos + a * sin
 
-    A pair is (i, i + d/2), or where `interleaved` (2*i, 2*i + 1). cos and sin broadcast to x; their rows hold one value
-    per element (d) or per pair (d / 2). Half-precision floats are computed in float32.
+    A pair is (i, i + d/2), or (2*i, 2*i + 1) if `interleaved`. cos and sin broadcast to x; their rows hold one value
+    per element (d) or per pair (d / 2). Half-precision floats compute in float32.
     """
 
     name = "rotary"
@@ -58,18 +57,18 @@ class Rotary(Op):
         def read(buffer: Buffer, at: Shape) -> Scalar:
             return Scalar(buffer[at]).cast(wide)
 
-        def turned(i: Shape, *, is_first: bool) -> Scalar:
+        def rotated(i: Shape, *, is_first: bool) -> Scalar:
             *row, column = i
             step = 1 if interleaved else half
             pair = column // 2 if interleaved else column - (0 if is_first else half)
-            place = (*row, pair if per_pair else column)
-            c, s = (read(t, _in_table(t, place, x.shape)) for t in (cos, sin))
+            table_indices = (*row, pair if per_pair else column)
+            c, s = (read(t, _table_index(t, table_indices, x.shape)) for t in (cos, sin))
             other = read(x, (*row, column + step if is_first else column - step)) * s
             return read(x, i) * c - other if is_first else read(x, i) * c + other
 
         def element(*i: SymExpr) -> Value:
             is_first = index(i[-1] % 2).equals(0) if interleaved else index(i[-1]) < half
-            return select(is_first, turned(i, is_first=True), turned(i, is_first=False)).cast(out.dtype).value
+            return select(is_first, rotated(i, is_first=True), rotated(i, is_first=False)).cast(out.dtype).value
 
         return compute(out, element)
 
@@ -85,7 +84,7 @@ class Rotary(Op):
 
     @staticmethod
     def _half(table: Any, is_first: bool, half: int, interleaved: bool) -> Any:
-        """The part of a table for the first or the second elements of the pairs."""
+        """Slice a table to the values for the first or for the second elements of pairs."""
         if table.shape[-1] == half:
             return table
         if interleaved:
@@ -100,7 +99,7 @@ class Rotary(Op):
         yield Sample((("n", 8), ("n", 8), ("n", 8)), dtypes=("float16",) * 3, tolerance=5e-3)
 
 
-def _in_table(table: Buffer, at: Shape, shape: Shape) -> Shape:
-    """Where a table holds what belongs to an element of x; its last dimension has an index of its own."""
+def _table_index(table: Buffer, at: Shape, shape: Shape) -> Shape:
+    """Indices of a cos or sin table for element `at` of x, whose last index is already that of the table."""
     rows = broadcast_index(table.shape[:-1], at[:-1], shape[:-1])
     return (*rows, at[-1])

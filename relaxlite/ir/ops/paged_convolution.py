@@ -1,7 +1,7 @@
-"""A short convolution along the tokens of each sequence, whose past ones lie in the pages of a cache (kv_cache.py).
+"""Short convolution along the tokens of each sequence, with past inputs in a paged cache (kv_cache.py).
 
-Models that mix tokens so (LFM2, arXiv 2511.23404) need the last few of a sequence alone. As all of them are kept, page
-by page like keys and values, a sequence can be forked, cut and gone on with anywhere, and chunks change nothing.
+The convolution (LFM2, arXiv 2511.23404) reads only the last few inputs of a sequence. The cache keeps all of them, in
+pages like keys and values: sequences can be forked, truncated and continued anywhere, and chunked prefill is exact.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ from relaxlite.ir.types import TensorType, Type
 
 @register
 class PagedConvolution(Op):
-    """Of each row at position p of a sequence, the sum over j < l of weight[j] * the row at position p - (l - 1) + j,
-    where there is one, channel by channel: float32 (n, width) of a pool (1, pages, page, width) in float32 or float16,
-    to which the rows are appended before, and weight float32 (l, width). `like` (n, ...) has as many rows. table int32
-    (s, m) and blocks int64 (w, 6) as paged_attention has them; of a block in several parts the first says it all.
-    Rows that no block names are 0; blocks do not overlap.
+    """Causal depthwise convolution over a paged cache of inputs: float32 (n, width).
+
+    A row at position p of a sequence gives the sum over j < l of weight[j] * input p - (l - 1) + j, channel by channel,
+    inputs before position 0 being 0. weight float32 (l, width); pool (1, pages, page, width), float32 or float16,
+    already holds the inputs of these rows. `like` (n, ...) determines n. table int32 (s, m) and blocks int64 (w, 6) as
+    of `paged_attention`; parts of a block after the first are skipped. Blocks do not overlap; rows in no block give 0.
     """
 
     name = "paged_convolution"
     operands = ("pool", "weight", "like", "table", "blocks")
 
     def infer(self, pool: Expr, weight: Expr, like: Expr, table: Expr, blocks: Expr) -> Type:
-        given = (pool, weight, like, table, blocks)
-        types = [self.tensor(x, name) for x, name in zip(given, self.operands, strict=True)]
-        told = ", ".join(map(str, types))
+        operands = (pool, weight, like, table, blocks)
+        types = [self.tensor(x, name) for x, name in zip(operands, self.operands, strict=True)]
+        types_text = ", ".join(map(str, types))
         if [types[k].rank for k in (0, 1, 3, 4)] != [4, 2, 2, 2] or not types[2].rank:
-            self.fail(f"pool, weight, table and blocks must have ranks 4, 2, 2, 2, and like rows, got {told}")
+            self.fail(f"pool, weight, table and blocks must have ranks 4, 2, 2, 2, and like rows, got {types_text}")
         pools, weights, rows, _, fields = (t.shape or () for t in types)
         if types[0].dtype not in ("float32", "float16") or types[1].dtype != "float32":
-            self.fail(f"the pool must be float32 or float16 and the weight float32, got {told}")
+            self.fail(f"the pool must be float32 or float16 and the weight float32, got {types_text}")
         if (types[3].dtype, types[4].dtype) != ("int32", "int64") or as_int(fields[1]) != BLOCK_FIELDS:
-            self.fail(f"table and blocks must be int32 and int64 of {BLOCK_FIELDS} columns, got {told}")
+            self.fail(f"table and blocks must be int32 and int64 of {BLOCK_FIELDS} columns, got {types_text}")
         heads, page, width, length, channels = map(as_int, (pools[0], *pools[2:], *weights))
         if heads != 1 or not page or not length or not width or width != channels:
-            self.fail(f"a pool (1, pages, page, width) and a weight (l, width) of known sizes are needed, got {told}")
+            self.fail(
+                f"a pool (1, pages, page, width) and a weight (l, width) of known sizes are needed, got {types_text}"
+            )
         return TensorType.of((rows[0], width), "float32")
 
     def lower(self, pool: Buffer, weight: Buffer, like: Buffer, table: Buffer, blocks: Buffer, *, out: Buffer) -> Stmt:
@@ -67,7 +70,7 @@ class PagedConvolution(Op):
                 Check(cond.value, f"paged_convolution: {what} is out of range in a block")
                 for what, cond in checks.items()
             ]
-            count = rows * smin(smax(1 - part, sym(0)), sym(1))  # none of later parts
+            count = rows * smin(smax(1 - part, sym(0)), sym(1))  # 0 for parts after the first
             body: Stmt = seq(*guards, loops("t", (count,), row))
             for k, field in reversed(list(enumerate((sequence, first, rows, position, part)))):
                 body = LetIndex(field, blocks[w, sym(k)], body)
@@ -77,24 +80,24 @@ class PagedConvolution(Op):
             return seq(*(term(t, j) for j in range(length)))
 
         def term(t: SymExpr, j: int) -> Stmt:
-            """What token t of the block gets of the j-th that the convolution sees."""
-            place, result = SymVar("place", lower=None), SymVar("page", lower=None)
-            inside = (index(result) >= 0) & (index(result) < pool.shape[1])
+            """Add tap j of the window of token t of the block."""
+            place, page_number = SymVar("place", lower=None), SymVar("page", lower=None)
+            inside = (index(page_number) >= 0) & (index(page_number) < pool.shape[1])
             check = Check(inside.value, "paged_convolution: a page of the table is out of range for the pool")
-            there = smin(smax(place + 1, sym(0)), sym(1))  # 0 before the sequence begins
+            is_present = smin(smax(place + 1, sym(0)), sym(1))  # 0 before the start of the sequence
 
             def channel(c: SymExpr) -> Stmt:
-                x = Scalar(Load(pool, (sym(0), result, place % page, c))).cast("float32")
+                x = Scalar(Load(pool, (sym(0), page_number, place % page, c))).cast("float32")
                 return Store(out, (first + t, c), (x * Scalar(weight[sym(j), c])).value, "add")
 
             of_page = seq(check, loops("c", (out.shape[1],), channel))
-            number = Scalar(table[sequence, place // page]).cast("int64").value
-            once = For(SymVar("once"), there, LetIndex(result, number, of_page))
+            table_entry = Scalar(table[sequence, place // page]).cast("int64").value
+            once = For(SymVar("once"), is_present, LetIndex(page_number, table_entry, of_page))
             return LetIndex(place, index(position + t - (length - 1 - j)).value, once)
 
         w = SymVar("w")
         sizes = equality_checks("paged_convolution: like has other rows than the result", (like.shape[0], out.shape[0]))
-        # rows do not overlap, which is the caller's promise: no loop can show it
+        # the caller guarantees that rows of blocks are disjoint; no analysis can prove that
         rows_of_blocks = For(w, blocks.shape[0], block(w), "parallel")
         return seq(*sizes, compute(out, lambda *i: literal(0.0, out.dtype)), rows_of_blocks)
 
@@ -114,10 +117,10 @@ class PagedConvolution(Op):
             return rng.integers(0, 5, shape)
 
         def blocks(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-            """Of 7 rows, three of sequence 0 and then four of sequence 1."""
+            """Blocks over 7 rows: three of sequence 0, then four of sequence 1."""
             return np.array([(0, 0, 1, 6, 0, 1), (0, 1, 2, 7, 0, 2), (0, 1, 2, 7, 1, 2), (1, 3, 4, 0, 0, 1)], np.int64)
 
-        ints, result = ("int32", "int64"), {3: table, 4: blocks}
+        ints, draws = ("int32", "int64"), {3: table, 4: blocks}
         for length, dtype in ((3, "float32"), (1, "float32"), (4, "float16")):
             shapes = ((1, "p + 5", 4, 20), (length, 20), (7, 2), ("s + 2", 3), (4, 6))
-            yield Sample(shapes, {}, (dtype, "float32", "float32", *ints), result)
+            yield Sample(shapes, {}, (dtype, "float32", "float32", *ints), draws)
