@@ -1,8 +1,8 @@
-"""Convolutions over any number of spatial dimensions, layout N C spatial..., or N spatial... C (`conv` only).
+"""Convolutions over any number of spatial dimensions, channels first (N C spatial...) or last (N spatial... C).
 
-`conv` has no bias: an `add` after it is fused. Its padding is a shape operand (begins, then ends), so that "same"
-padding of a symbolic size is an expression of that size. Padding becomes an op of its own, which leaves a nest without
-conditions, but for small windows of one channel: a padded copy would take as long as they do.
+There is no bias: an `add` after a convolution is fused. Padding is a shape operand (begins, then ends), so that "same"
+padding of a symbolic size is an expression of that size. Padding decomposes into a `pad`, which leaves a loop nest
+without conditions, except for small depthwise windows, where a padded copy would take as long as the convolution.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.ir.types import TensorType, Type
 
 Ints = tuple[int, ...]
-MAX_TAPS = 128  # of a small window
-MAX_STRIDE = 2  # of small windows along the last dimension
+MAX_TAPS = 128  # most kernel taps of a small window
+MAX_STRIDE = 2  # largest stride of small windows along the last dimension
 
 
 def window_extent(kernel: SymExpr | int, dilation: int) -> SymExpr:
-    """How many elements a dilated window spans."""
+    """Number of elements that a dilated window spans."""
     return (sym(kernel) - 1) * dilation + 1
 
 
@@ -45,46 +45,46 @@ LAYOUTS = ("first", "last", "first_to_last")
 
 
 def to_first(dims: Shape) -> Shape:
-    """(n, spatial..., c) as (n, c, spatial...)."""
+    """Reorder (n, spatial..., c) to (n, c, spatial...)."""
     return (dims[0], dims[-1], *dims[1:-1])
 
 
 def to_last(dims: Shape) -> Shape:
-    """(n, c, spatial...) as (n, spatial..., c)."""
+    """Reorder (n, c, spatial...) to (n, spatial..., c)."""
     return (dims[0], *dims[2:], dims[1])
 
 
 def filters_to_first(dims: Shape) -> Shape:
-    """(kernel..., c, oc) as (oc, c, kernel...)."""
+    """Reorder (kernel..., c, oc) to (oc, c, kernel...)."""
     return (dims[-1], dims[-2], *dims[:-2])
 
 
 def filters_to_last(dims: Shape) -> Shape:
-    """(oc, c, kernel...) as (kernel..., c, oc)."""
+    """Reorder (oc, c, kernel...) to (kernel..., c, oc)."""
     return (*dims[2:], dims[1], dims[0])
 
 
 def is_zero(pads: Shape) -> bool:
+    """Whether all pads are known to be 0."""
     return all(as_int(p) == 0 for p in pads)
 
 
 def is_small(w: Shape, strides: Ints | None) -> bool:
-    """Whether filters (oc, c / groups, kernel...) are windows of one channel, and small
-    (passes/products/windows_nchw.py)."""
+    """Whether filters (oc, c / groups, kernel...) are small depthwise windows (passes/products/windows_nchw.py)."""
     taps = [as_int(size) for size in w[2:]]
     has_few = None not in taps and math.prod(size or 0 for size in taps) <= MAX_TAPS
     return as_int(w[1]) == 1 and has_few and (strides or (1,))[-1] <= MAX_STRIDE
 
 
 class Convolution(Op):
-    """What the convolutions share: attributes and their checks."""
+    """Base of the convolutions: attributes and their checks."""
 
     attrs: ClassVar[Mapping[str, Attr]] = {
         "strides": Attr("ints", None), "dilations": Attr("ints", None), "groups": Attr("int", 1),
     }  # fmt: skip
 
     def shapes(self, x: Expr, w: Expr, pads: Expr, layout: str = "first") -> tuple[Shape, Shape, Shape]:
-        """The shapes of x and w and the values of pads, of ranks that fit."""
+        """Shapes of x and w, channels first, and values of pads; fails if ranks disagree."""
         xs, ws, padding = self.tensor(x, "x").shape or (), self.tensor(w, "w").shape or (), self.shape(pads, "pads")
         if len(xs) < 3 or len(ws) != len(xs):
             self.fail(f"x must be (n, c, spatial...) and w of the same rank, got x {x.ty} and w {w.ty}")
@@ -93,11 +93,11 @@ class Convolution(Op):
         return xs, ws, padding
 
     def per_axis(self, values: Ints | None, count: int, what: str) -> Ints:
-        """strides or dilations, 1 where not given."""
-        made = (1,) * count if values is None else values
-        if len(made) != count or any(v < 1 for v in made):
-            self.fail(f"{what} must be {count} positive integers, got {made}")
-        return made
+        """Strides or dilations per axis, 1 by default; fails if they are not `count` positive integers."""
+        full_values = (1,) * count if values is None else values
+        if len(full_values) != count or any(v < 1 for v in full_values):
+            self.fail(f"{what} must be {count} positive integers, got {full_values}")
+        return full_values
 
     def check_channels(self, channels: SymExpr, expected: SymExpr, groups: int, filters: SymExpr) -> None:
         if groups < 1 or PROVER.can_prove_ne(filters % groups, 0):
@@ -114,8 +114,7 @@ class Convolution(Op):
     def result_shape(
         self, x: Expr, w: Expr, pads: Expr, *, strides: Ints | None, dilations: Ints | None, groups: int, **layout: str
     ) -> Shape:
-        """The shape (n, c, spatial...) of a convolution; a window that is too large only at run time gives a negative
-        size there."""
+        """Infer the result shape (n, c, spatial...); fails if a window is known to be larger than the padded x."""
         xs, ws, padding = self.shapes(x, w, pads, **layout)
         self.check_channels(xs[1], ws[1] * groups, groups, ws[0])
         count = len(xs) - 2
@@ -130,27 +129,28 @@ class Convolution(Op):
 
 
 class LaidOut(Convolution):
-    """A convolution in any of LAYOUTS.
+    """Convolution with a layout attribute.
 
-    layout: "first" is x (n, c, spatial...) and w (oc, c / groups, kernel...); "last" takes and gives (n, spatial..., c)
-    and filters (kernel..., c / groups, oc); "first_to_last" differs from that in its x, which is (n, c, spatial...).
+    "first": x (n, c, spatial...), w (oc, c / groups, kernel...). "last": x and result (n, spatial..., c), w (kernel...,
+    c / groups, oc). "first_to_last": as "last", but x is (n, c, spatial...).
     """
 
     attrs: ClassVar[Mapping[str, Attr]] = {**Convolution.attrs, "layout": Attr("str", "first", LAYOUTS)}
 
     def shapes(self, x: Expr, w: Expr, pads: Expr, layout: str = "first") -> tuple[Shape, Shape, Shape]:
-        """As channels-first ones."""
+        """Shapes of x and w, reordered to channels first, and values of pads; fails if ranks disagree."""
         xs, ws, padding = super().shapes(x, w, pads)
         if layout == "first":
             return xs, ws, padding
         return to_first(xs) if layout == "last" else xs, filters_to_first(ws), padding
 
     def result(self, dtype: str, x: Expr, w: Expr, pads: Expr, *, layout: str, **window: Any) -> TensorType:
+        """Result type in the layout."""
         shape = self.result_shape(x, w, pads, layout=layout, **window)
         return TensorType.of(shape if layout == "first" else to_last(shape), dtype)
 
     def correlated(self, x: Any, w: Any, pads: Ints, *, layout: str, **window: Any) -> Any:
-        """The convolution in NumPy, in the dtype of x."""
+        """Compute the convolution in NumPy, in the dtype of x."""
         if layout == "last":
             x = np.moveaxis(x, -1, 1)
         if layout != "first":
@@ -161,9 +161,10 @@ class LaidOut(Convolution):
 
 @register
 class Conv(LaidOut):
-    """The convolution (cross-correlation) of x (n, c, spatial...) with w (oc, c / groups, kernel...).
+    """Convolution (cross-correlation) of x (n, c, spatial...) with w (oc, c / groups, kernel...).
 
-    pads: begins then ends of the spatial dimensions. Half-precision floats are summed in float32. `layout`: LaidOut.
+    pads: begins, then ends, of the spatial dimensions. Half-precision floats accumulate in float32. `layout` "last": x
+    (n, spatial..., c), w (kernel..., c / groups, oc), result as x; "first_to_last": the same, but x channels first.
     """
 
     name = "conv"
@@ -222,10 +223,10 @@ class Conv(LaidOut):
 
 @register
 class ConvInteger(LaidOut):
-    """conv(x - x_zero, w - w_zero) of integers of 8 or 16 bits, in int32, where sums wrap. Padding stands for x_zero.
-    `layout`: LaidOut.
+    """Integer convolution conv(x - x_zero, w - w_zero) of int8, uint8 or int16 in int32; sums wrap.
 
-    x_zero is a scalar, w_zero a scalar or one value per channel of the result; w_zero needs x_zero before it.
+    Padding has the value x_zero. x_zero is a scalar, w_zero a scalar or one value per channel of the result; w_zero
+    requires x_zero. `layout`: see `conv`.
     """
 
     name = "conv_integer"
@@ -285,11 +286,12 @@ class ConvInteger(LaidOut):
 
 
 def window_extents(w: Shape, dilations: Ints) -> list[SymExpr]:
+    """`window_extent` of each spatial dimension of filters (oc, c, kernel...)."""
     return [window_extent(kernel, dilation) for kernel, dilation in zip(w[2:], dilations, strict=True)]
 
 
 def pad_spatial(bb: BlockBuilder, x: Expr, pads: Shape, value: Expr | None = None, *, last: bool = False) -> Expr:
-    """x with its spatial dimensions padded (begins, then ends) by a scalar, 0 if None."""
+    """Pad the spatial dimensions of x (begins, then ends) by a scalar, 0 if None; `last`: channels last."""
     count = len(pads) // 2
     before, after = (sym(0), sym(0), *pads[:count]), (sym(0), sym(0), *pads[count:])
     return emit_op(bb, "pad", x, to_last(before) if last else before, to_last(after) if last else after, value)
@@ -305,11 +307,10 @@ def lower_windows(
     layout: str = "first",
     pads: Shape = (),
 ) -> Stmt:
-    """out[n, oc, o...] = sum over channels and kernel of term(x element, w element, oc), where 0 stands for elements of
-    the padding.
+    """Build out[n, oc, o...] = sum over channels and taps of term(x element, w element, oc), with 0 for padding.
 
-    Loops of extent 1 are left out, so that a 1x1 convolution is a matrix product and a depthwise one has only taps.
-    The innermost reduced loop is that of the contiguous dimension of x.
+    There are no loops of extent 1, so that a 1x1 convolution is a matrix product and a depthwise one loops over taps
+    only. The innermost reduction loop is over the contiguous dimension of x.
     """
     count, groups = len(x.shape) - 2, window["groups"]
     strides, dilations = window["strides"] or (1,) * count, window["dilations"] or (1,) * count
@@ -321,14 +322,14 @@ def lower_windows(
 
     def value(*i: SymVar) -> Scalar:
         n, oc, *o = i[: 2 + count] if layout == "first" else to_first(i[: 2 + count])
-        taps = [sym(0)] * (count + 2)
+        filter_index = [sym(0)] * (count + 2)
         for axis, at in zip(reduced, i[2 + count :], strict=True):
-            taps[axis] = at
-        channel = taps[1] if groups == 1 else oc // (ws[0] // groups) * ws[1] + taps[1]
-        where = [o[k] * strides[k] + taps[2 + k] * dilations[k] - begins[k] for k in range(count)]
+            filter_index[axis] = at
+        channel = filter_index[1] if groups == 1 else oc // (ws[0] // groups) * ws[1] + filter_index[1]
+        where = [o[k] * strides[k] + filter_index[2 + k] * dilations[k] - begins[k] for k in range(count)]
         inside = [index(at) >= 0 for at, begin in zip(where, begins, strict=True) if as_int(begin) != 0]
         inside += [index(at) < s for at, s, end in zip(where, xs[2:], ends, strict=True) if as_int(end) != 0]
-        in_x, in_w = (n, channel, *where), (oc, *taps[1:])
+        in_x, in_w = (n, channel, *where), (oc, *filter_index[1:])
         element_x = Scalar(x[to_last(in_x) if layout == "last" else in_x])
         element_w = w[in_w if layout == "first" else filters_to_last(in_w)]
         return term(select(all_of(inside), element_x, 0) if inside else element_x, Scalar(element_w), oc)
@@ -339,7 +340,7 @@ def lower_windows(
 
 
 def correlate(x: Any, w: Any, pads: Ints, *, strides: Ints | None, dilations: Ints | None, groups: int) -> Any:
-    """The convolution in NumPy: one product of matrices for each kernel tap."""
+    """Compute a channels-first convolution in NumPy, as one matrix product per kernel tap."""
     count = x.ndim - 2
     strides, dilations = strides or (1,) * count, dilations or (1,) * count
     x = np.pad(x, [(0, 0), (0, 0), *zip(pads[:count], pads[count:], strict=True)])
@@ -351,6 +352,6 @@ def correlate(x: Any, w: Any, pads: Ints, *, strides: Ints | None, dilations: In
         begins = [tap[k] * dilations[k] for k in range(count)]
         ends = [begins[k] + dims[k] * strides[k] for k in range(count)]
         window = tuple(slice(b, e, s) for b, e, s in zip(begins, ends, strides, strict=True))
-        taken = grouped[(slice(None),) * 3 + window]
-        result += np.einsum("goi,ngi...->ngo...", filters[(slice(None),) * 3 + tap], taken)
+        slice_of_x = grouped[(slice(None),) * 3 + window]
+        result += np.einsum("goi,ngi...->ngo...", filters[(slice(None),) * 3 + tap], slice_of_x)
     return result.reshape(x.shape[0], w.shape[0], *dims)

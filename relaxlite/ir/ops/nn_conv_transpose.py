@@ -1,4 +1,4 @@
-"""Transposed convolution, made of a convolution that computes all output phases and an interleaving of these."""
+"""Transposed convolution: one convolution computes all output phases, which are then interleaved."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from relaxlite.ir.types import TensorType, Type
 
 @register
 class ConvTranspose(Convolution):
-    """The transpose of a convolution: each element of x (n, c, spatial...) adds a copy of w (c, oc/groups, kernel...).
+    """Transposed convolution: each element of x (n, c, spatial...) adds a scaled copy of w (c, oc/groups, kernel...).
 
-    The size of the result is (size - 1) * stride + window + output_padding - pads.
-    Position s * q + r of the result takes the kernel taps u * s + r, from x[q - u]: for each of the `s` phases r that
-    is a plain convolution over x. So one convolution computes all phases as channels, and the phases are interleaved.
-    A phase with fewer taps than the others has zeros for them: what is infinite in x is NaN there, not skipped.
+    The size of the result is (size - 1) * stride + window + output_padding - pads. Position s * q + r of the result,
+    with stride s, takes kernel taps u * s + r times x[q - u]: each of the s phases r is a convolution over x. One
+    convolution computes all phases as channels, then the phases are interleaved. Phases with fewer taps are filled up
+    with zero taps, so that an infinity in x under such a tap gives NaN.
     """
 
     name = "conv_transpose"
@@ -76,20 +76,20 @@ class ConvTranspose(Convolution):
         strides, dilations, extra = strides or ones, dilations or ones, output_padding or zeros
         extents = [(w.shape[k + 2] - 1) * dilations[k] + 1 for k in range(count)]
         dims = [(x.shape[k + 2] - 1) * strides[k] + extents[k] + extra[k] for k in range(count)]
-        taps = [-(-extents[k] // strides[k]) * strides[k] for k in range(count)]  # as many for each phase
+        taps = [-(-extents[k] // strides[k]) * strides[k] for k in range(count)]  # equally many for each phase
         grouped = in_accumulator(x).reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
-        given, every = in_accumulator(w).reshape(groups, w.shape[0] // groups, *w.shape[1:]), (slice(None),) * 3
-        filters = np.zeros((*given.shape[:3], *taps), given.dtype)
-        filters[every + tuple(slice(0, e, d) for e, d in zip(extents, dilations, strict=True))] = given
+        kernels, leading = in_accumulator(w).reshape(groups, w.shape[0] // groups, *w.shape[1:]), (slice(None),) * 3
+        filters = np.zeros((*kernels.shape[:3], *taps), kernels.dtype)
+        filters[leading + tuple(slice(0, e, d) for e, d in zip(extents, dilations, strict=True))] = kernels
         sizes = [max(dims[k], (x.shape[k + 2] - 1) * strides[k] + taps[k]) for k in range(count)]
         result = np.zeros((x.shape[0], groups, w.shape[1], *sizes), grouped.dtype)
         for tap in np.ndindex(*taps):
             ends = [tap[k] + x.shape[k + 2] * strides[k] for k in range(count)]
             window = tuple(slice(b, e, s) for b, e, s in zip(tap, ends, strides, strict=True))
-            result[every + window] += np.einsum("gio,ngi...->ngo...", filters[every + tap], grouped)
+            result[leading + window] += np.einsum("gio,ngi...->ngo...", filters[leading + tap], grouped)
         result = result.reshape(x.shape[0], w.shape[1] * groups, *sizes)
-        kept = tuple(slice(pads[k], dims[k] - pads[count + k]) for k in range(count))
-        return result[(slice(None),) * 2 + kept].astype(x.dtype)
+        crop = tuple(slice(pads[k], dims[k] - pads[count + k]) for k in range(count))
+        return result[(slice(None),) * 2 + crop].astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
         shape = ("float32", "float32", "shape")
@@ -103,9 +103,9 @@ class ConvTranspose(Convolution):
 
 @register
 class PhaseFilters(Op):
-    """The filters of conv_transpose as those of a convolution that computes every phase: see `conv_transpose`.
+    """Rearrange filters of `conv_transpose` for the convolution that computes every phase.
 
-    w (c, oc / groups, kernel...) -> (oc * phases, c / groups, taps...), with taps reversed, and 0 for missing ones.
+    w (c, oc / groups, kernel...) becomes (oc * phases, c / groups, taps...), with reversed taps and 0 for missing ones.
     """
 
     name = "phase_filters"
@@ -148,14 +148,14 @@ class PhaseFilters(Op):
         strides, dilations = strides or (1,) * count, dilations or (1,) * count
         extents = [(w.shape[k + 2] - 1) * dilations[k] + 1 for k in range(count)]
         taps = [-(-extents[k] // strides[k]) for k in range(count)]
-        spread = np.zeros((*w.shape[:2], *(t * s for t, s in zip(taps, strides, strict=True))), w.dtype)
+        dilated = np.zeros((*w.shape[:2], *(t * s for t, s in zip(taps, strides, strict=True))), w.dtype)
         window = tuple(slice(0, e, d) for e, d in zip(extents, dilations, strict=True))
-        spread[(slice(None),) * 2 + window] = w
+        dilated[(slice(None),) * 2 + window] = w
         split = [n for t, s in zip(taps, strides, strict=True) for n in (t, s)]
-        parts = spread.reshape(groups, w.shape[0] // groups, w.shape[1], *split)
+        parts = dilated.reshape(groups, w.shape[0] // groups, w.shape[1], *split)
         tap_axes, phase_axes = tuple(range(3, parts.ndim, 2)), tuple(range(4, parts.ndim, 2))
         parts = np.flip(parts, tap_axes).transpose(0, 2, *phase_axes, 1, *tap_axes)
-        channels = groups * w.shape[1] * math.prod(strides)  # not -1, which no size of nothing determines
+        channels = groups * w.shape[1] * math.prod(strides)  # not -1, which is undetermined for empty w
         return np.ascontiguousarray(parts.reshape(channels, w.shape[0] // groups, *taps))
 
     def samples(self) -> Iterable[Sample]:
@@ -166,9 +166,9 @@ class PhaseFilters(Op):
 
 @register
 class PhaseInterleave(Op):
-    """out[n, c, s * q + r - start] = x[n, c * phases + r, q] for every spatial dimension: see `conv_transpose`.
+    """Interleave the phases of `conv_transpose`: out[n, c, s * q + r - start] = x[n, c * phases + r, q] per axis.
 
-    channels_last: out[n, s * q + r - start, c] = x[n, q, r * channels + c], all channels of a phase side by side.
+    channels_last: out[n, s * q + r - start, c] = x[n, q, r * channels + c], with the channels of a phase contiguous.
     """
 
     name = "phase_interleave"
@@ -204,8 +204,8 @@ class PhaseInterleave(Op):
         order = [axis for k in range(count) for axis in (2 + count + k, 2 + k)]
         dims = [x.shape[k + 2] * strides[k] for k in range(count)]
         full = parts.transpose(0, 1, *order).reshape(*parts.shape[:2], *dims)
-        kept = tuple(slice(starts[k], starts[k] + sizes[k]) for k in range(count))
-        return np.ascontiguousarray(full[(slice(None),) * 2 + kept])
+        crop = tuple(slice(starts[k], starts[k] + sizes[k]) for k in range(count))
+        return np.ascontiguousarray(full[(slice(None),) * 2 + crop])
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", 8, 3, 4), (1, 0), (5, 6)), {"strides": (2, 2)}, ("float32", "shape", "shape"))

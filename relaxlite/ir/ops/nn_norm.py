@@ -1,9 +1,9 @@
-"""Normalizations. Those over the last axis are one program whose row loop is shared by all stages.
+"""Softmax, norms and other normalizations over the last axis, as row programs.
 
-    for each row:  statistics into local scalars, one loop over the row each;  then one loop that writes the row
-                   (passes/loops/row_program.py says what else a stage may be)
+    for each row:  reductions into local scalars, one loop over the row each;  then one loop that stores the row
+                   (passes/loops/row_program.py defines the possible stages)
 
-Other axes are moved or flattened into the last one by decomposition.
+Decompositions move or flatten other axes into the last one.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ LOG2_E = 1 / math.log(2)
 _MIN_WEIGHT = -100
 
 
-def weight(difference: Scalar, least: int = _MIN_WEIGHT) -> Scalar:
-    """exp(difference) for a sum whose largest term is 1, where `difference` is 0; 0 below 2**least.
+def weight(difference: Scalar, min_exponent: int = _MIN_WEIGHT) -> Scalar:
+    """Softmax numerator exp(difference) for difference <= 0, flushed to 0 below 2**min_exponent.
 
-    Scores some hundred apart are common, and some processors take 10 to 80 times as long for products of subnormal
-    numbers, in float32 below 2**-126. What is below 2**-100 of the largest weight no sum of values can tell.
+    The default keeps products with weights out of the slow subnormal range (docs/measurements/irops.md), and a weight
+    below 2**-100 of the largest one cannot change a sum.
     """
     power = difference * LOG2_E
-    is_less = power < float(least)
-    return select(is_less, 0.0, select(is_less, float(least), power).exp2())  # without one on the way
+    is_small = power < float(min_exponent)
+    return select(is_small, 0.0, select(is_small, float(min_exponent), power).exp2())  # avoids subnormals
 
 
 Element = Callable[[SymExpr], Scalar]
 
 
 class Row:
-    """One row of a program: x[i..., :] -> out[i..., :], computed in `accumulator(x.dtype)`."""
+    """Builder of the stages for one row, x[i..., :] -> out[i..., :], computed in `accumulator(x.dtype)`."""
 
     def __init__(self, x: Buffer, out: Buffer, i: tuple[SymVar, ...]) -> None:
         self.x, self.out, self.i = x, out, i
@@ -61,33 +61,33 @@ class Row:
 
     @property
     def count(self) -> Scalar:
-        """How many elements the row has."""
+        """Number of elements of the row, in the dtype of the computation."""
         known = as_int(self.size)
         return index(self.size).cast(self.dtype) if known is None else Scalar(literal(known, self.dtype))
 
     def let(self, name: str, value: Scalar) -> Scalar:
-        """A new local scalar of this value."""
+        """Store a value in a new local scalar and return its load."""
         local = Buffer(name, (), self.dtype, "local")
         self.locals.append(local)
         self.stages.append(Store(local, (), value.value))
         return Scalar(local[()])
 
     def fold(self, name: str, combine: str, value: Element) -> Scalar:
-        """A new local scalar: combine over j of value(j)."""
+        """Reduce value(j) over the row into a new local scalar and return its load."""
         result = self.let(name, Scalar(identity(combine, self.dtype)))
         local = self.locals[-1]
         self.stages.append(loops("j", (self.size,), lambda j: Store(local, (), value(j).value, combine)))
         return result
 
     def keep(self, name: str, value: Element) -> Element:
-        """A new local row: value(j) for every j, computed once."""
+        """Materialize value(j) in a new local row and return its loads."""
         local = Buffer(name, (self.size,), self.dtype)
         self.locals.append(local)
         self.stages.append(loops("j", (self.size,), lambda j: Store(local, (j,), value(j).value)))
         return lambda j: Scalar(local[j])
 
     def write(self, value: Element) -> None:
-        """out[i..., j] = value(j)"""
+        """Append the stage out[i..., j] = value(j)."""
 
         def store(j: SymVar) -> Stmt:
             return Store(self.out, (*self.i, j), value(j).cast(self.out.dtype).value)
@@ -95,6 +95,7 @@ class Row:
         self.stages.append(loops("j", (self.size,), store))
 
     def finish(self) -> Stmt:
+        """Join the stages inside the allocations of their locals."""
         body = seq(*self.stages)
         for local in reversed(self.locals):
             body = Allocate(local, body)
@@ -102,18 +103,18 @@ class Row:
 
 
 def row_program(x: Buffer, out: Buffer, make: Callable[[Row], None]) -> Stmt:
-    """For each row of x, what `make` adds to it."""
+    """Loop over the rows of x; `make` appends the stages of a row."""
 
     def row(*i: SymVar) -> Stmt:
-        result = Row(x, out, i)
-        make(result)
-        return result.finish()
+        builder = Row(x, out, i)
+        make(builder)
+        return builder.finish()
 
     return loops("iklmn", x.shape[:-1], row)
 
 
 class _AxisOp(Op):
-    """A row op along any axis: the axis becomes the last one by a reshape or a transpose."""
+    """Base of row ops along any axis: decomposition makes the axis the last one by a reshape or a transpose."""
 
     operands = ("x",)
     attrs: ClassVar[Mapping[str, Attr]] = {"axis": Attr("int", -1)}
@@ -148,27 +149,29 @@ class _AxisOp(Op):
 
 
 def in_wide(function: Callable[[Any], Any], x: Any) -> Any:
-    """function(x in the accumulator's dtype), rounded to the dtype of x."""
+    """Apply a NumPy function in the accumulator dtype of x and round the result to the dtype of x."""
     with np.errstate(all="ignore"):
         return np.asarray(function(in_accumulator(x))).astype(x.dtype)
 
 
-def _least_normal(x: Scalar) -> int:
-    """The exponent of the least number that is not subnormal."""
+def _min_normal_exponent(x: Scalar) -> int:
+    """Exponent of the smallest normal number of the dtype."""
     return int(np.finfo(dtypes.to_numpy(x.value.dtype)).minexp)
 
 
 @register
 class Softmax(_AxisOp):
-    """exp(x) / sum(exp(x)) along an axis, shifted by the maximum so that nothing overflows. What would be subnormal
-    (float32: less than 1.2e-38 of the largest) is 0."""
+    """Softmax exp(x - max(x)) / sum(exp(x - max(x))) along an axis.
+
+    Exponentials that would be subnormal (float32: below 1.2e-38) are flushed to 0.
+    """
 
     name = "softmax"
 
     def lower(self, x: Buffer, *, out: Buffer, axis: int) -> Stmt:
         def stages(row: Row) -> None:
             top = row.fold("max", "maxnum", row)  # a NaN makes all exponentials NaN
-            exps = row.keep("exps", lambda j: weight(row(j) - top, _least_normal(row(j))))
+            exps = row.keep("exps", lambda j: weight(row(j) - top, _min_normal_exponent(row(j))))
             scale = row.let("scale", 1.0 / row.fold("sum", "add", exps))
             row.write(lambda j: exps(j) * scale)
 
@@ -180,7 +183,7 @@ class Softmax(_AxisOp):
 
 @register
 class LogSoftmax(_AxisOp):
-    """log(softmax(x)) along an axis."""
+    """Logarithm of the softmax along an axis, x - max(x) - log(sum(exp(x - max(x))))."""
 
     name = "log_softmax"
 
@@ -207,7 +210,7 @@ def _exps(x: Any, axis: int) -> Any:
 
 @register
 class LpNormalize(_AxisOp):
-    """x / (its p-norm along an axis), p = 1 or 2; 0 where the norm is 0."""
+    """Divide x by its p-norm along an axis, p = 1 or 2; 0 where the norm is 0."""
 
     name = "lp_normalize"
     attrs: ClassVar[Mapping[str, Attr]] = {"axis": Attr("int", -1), "p": Attr("int", 2, (1, 2))}
@@ -235,7 +238,7 @@ class LpNormalize(_AxisOp):
 
 
 class _TailNorm(Op):
-    """A normalization over all axes from `axis` on, perhaps with a scale (and bias) of the shape of those axes."""
+    """Base of normalizations over all axes from `axis` on, with optional scale and bias of the shape of these axes."""
 
     attrs: ClassVar[Mapping[str, Attr]] = {"axis": Attr("int", -1), "epsilon": Attr("float", 1e-5)}
 
@@ -245,13 +248,15 @@ class _TailNorm(Op):
             self.fail(f"x must be of a float dtype, got {ty.dtype}")
         shape = ty.shape or ()
         tail = shape[normalize_axis(self, axis, len(shape)) :]
-        for weight, name in zip(weights, ("scale", "bias"), strict=False):
-            wt = self.tensor(weight, name)
-            result = wt.shape or ()
-            if len(result) != len(tail) or any(map(PROVER.can_prove_ne, result, tail)):
-                self.fail(f"{name} must have the normalized shape {format_shape(tail)}, got {format_shape(result)}")
-            if not dtypes.is_float(wt.dtype):
-                self.fail(f"{name} must be of a float dtype, got {wt.dtype}")
+        for operand, name in zip(weights, ("scale", "bias"), strict=False):
+            weight_type = self.tensor(operand, name)
+            weight_shape = weight_type.shape or ()
+            if len(weight_shape) != len(tail) or any(map(PROVER.can_prove_ne, weight_shape, tail)):
+                self.fail(
+                    f"{name} must have the normalized shape {format_shape(tail)}, got {format_shape(weight_shape)}"
+                )
+            if not dtypes.is_float(weight_type.dtype):
+                self.fail(f"{name} must be of a float dtype, got {weight_type.dtype}")
         return ty
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
@@ -261,7 +266,7 @@ class _TailNorm(Op):
         if axis == len(shape) - 1:
             return None
         flat = product(shape[axis:])
-        weights = [emit_reshape(bb, weight, (flat,)) for weight in call.args[1:]]
+        weights = [emit_reshape(bb, operand, (flat,)) for operand in call.args[1:]]
         rows = bb.emit(self(emit_reshape(bb, call.args[0], (*shape[:axis], flat)), *weights, **attrs))
         return get_op("reshape")(rows, ShapeValue(shape))
 
@@ -271,34 +276,34 @@ class _TailNorm(Op):
 
 
 def weigh(row: Row, value: Scalar, scale: Buffer | None, bias: Buffer | None, at: Shape) -> Scalar:
-    """value * scale[at] + bias[at]; without a scale 1, without a bias 0"""
+    """Scale and shift: value * scale[at] + bias[at], by default 1 and 0."""
     scaled = value if scale is None else value * Scalar(scale[at]).cast(row.dtype)
     return scaled if bias is None else scaled + Scalar(bias[at]).cast(row.dtype)
 
 
 def standardize(row: Row, epsilon: float) -> Element:
-    """(x - mean) / sqrt(variance + epsilon), its statistics computed in two passes over the row."""
+    """Standardize a row, (x - mean) / sqrt(variance + epsilon); mean and variance take one pass each."""
     mean = row.let("mean", row.fold("sum", "add", row) / row.count)
-    squares = row.fold("squares", "add", lambda j: (row(j) - mean) * (row(j) - mean))
-    scale = row.let("rstd", 1.0 / (squares / row.count + epsilon).unary("sqrt"))
+    square_sum = row.fold("squares", "add", lambda j: (row(j) - mean) * (row(j) - mean))
+    scale = row.let("rstd", 1.0 / (square_sum / row.count + epsilon).unary("sqrt"))
     return lambda j: (row(j) - mean) * scale
 
 
 def standardized(x: Any, axes: tuple[int, ...], epsilon: float) -> Any:
-    """`standardize` of arrays."""
+    """Standardize an array over axes, (x - mean) / sqrt(variance + epsilon)."""
     centered = x - mean_over(x, axes)
     return centered / np.sqrt(mean_over(centered * centered, axes) + x.dtype.type(epsilon))
 
 
 def mean_over(x: Any, axes: tuple[int, ...]) -> Any:
-    """The mean with axes kept; NaN of nothing, without the warning of np.mean."""
+    """Mean over axes, with keepdims; NaN over no elements, without the warning of np.mean."""
     count = np.prod([x.shape[a] for a in axes], dtype=x.dtype)
     return np.sum(x, axis=axes, keepdims=True) / count
 
 
 @register
 class LayerNorm(_TailNorm):
-    """(x - mean) / sqrt(variance + epsilon) * scale + bias, over the axes from `axis` on."""
+    """Layer normalization (x - mean) / sqrt(variance + epsilon) * scale + bias over the axes from `axis` on."""
 
     name = "layer_norm"
     operands = ("x", "scale?", "bias?")
@@ -334,15 +339,15 @@ class LayerNorm(_TailNorm):
 
 @register
 class RmsNorm(_TailNorm):
-    """x / sqrt(mean(x ** 2) + epsilon) * scale, over the axes from `axis` on."""
+    """RMS normalization x / sqrt(mean(x ** 2) + epsilon) * scale over the axes from `axis` on."""
 
     name = "rms_norm"
     operands = ("x", "scale?")
 
     def lower(self, x: Buffer, scale: Buffer | None = None, *, out: Buffer, axis: int, epsilon: float) -> Stmt:
         def stages(row: Row) -> None:
-            squares = row.fold("squares", "add", lambda j: row(j) * row(j))
-            factor = row.let("rms", 1.0 / (squares / row.count + epsilon).unary("sqrt"))
+            square_sum = row.fold("squares", "add", lambda j: row(j) * row(j))
+            factor = row.let("rms", 1.0 / (square_sum / row.count + epsilon).unary("sqrt"))
             row.write(lambda j: weigh(row, row(j) * factor, scale, None, (j,)))
 
         return seq(*self.checks(x, scale), row_program(x, out, stages))

@@ -1,4 +1,4 @@
-"""Normalizations of x (n, c, spatial...) with weights per channel, and those over channels or freely chosen axes."""
+"""Normalizations of x (n, c, spatial...) per channel, group or batch, and over channels or chosen axes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relaxlite.ir.types import Type
 
 
 class _ChannelNorm(Op):
-    """A normalization of x (n, c, spatial...) with per-channel weights of shape (c,)."""
+    """Base of normalizations of x (n, c, spatial...) with per-channel weights (c,)."""
 
     attrs: ClassVar[Mapping[str, Attr]] = {"epsilon": Attr("float", 1e-5)}
 
@@ -41,19 +41,19 @@ class _ChannelNorm(Op):
 
 
 def _per_channel(bb: BlockBuilder, weight: Expr, rank: int) -> Expr:
-    """(c,) -> (c, 1, ...), to broadcast over (n, c, spatial...)."""
+    """Reshape (c,) to (c, 1, ...), which broadcasts over (n, c, spatial...)."""
     (channels,) = weight.ty.shape  # type: ignore[union-attr, misc]
     return emit_reshape(bb, weight, (channels, *(sym(1),) * (rank - 2)))
 
 
-def _columns(weight: Any, x: Any) -> Any:
-    """`_per_channel` of arrays, in the dtype of the computation."""
+def _channel_values(weight: Any, x: Any) -> Any:
+    """Reshape an array (c,) to (c, 1, ...) and convert it to its accumulator dtype."""
     return in_accumulator(weight).reshape(-1, *(1,) * (x.ndim - 2))
 
 
 @register
 class InstanceNorm(_ChannelNorm):
-    """Each channel of each sample normalized over its spatial dimensions, then * scale + bias."""
+    """Instance normalization: standardize each channel of each sample, then scale and shift per channel."""
 
     name = "instance_norm"
     operands = ("x", "scale", "bias")
@@ -78,7 +78,9 @@ class InstanceNorm(_ChannelNorm):
 
     def reference(self, x: Any, scale: Any, bias: Any, *, epsilon: float) -> Any:
         spatial = tuple(range(2, x.ndim))
-        return in_wide(lambda v: standardized(v, spatial, epsilon) * _columns(scale, x) + _columns(bias, x), x)
+        return in_wide(
+            lambda v: standardized(v, spatial, epsilon) * _channel_values(scale, x) + _channel_values(bias, x), x
+        )
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", 3, "h"), (3,), (3,)), tolerance=1e-4)
@@ -87,7 +89,7 @@ class InstanceNorm(_ChannelNorm):
 
 @register
 class GroupNorm(_ChannelNorm):
-    """Each group of channels of each sample normalized together, then * scale + bias per channel."""
+    """Group normalization: standardize each group of channels of each sample, then scale and shift per channel."""
 
     name = "group_norm"
     operands = ("x", "scale", "bias")
@@ -114,7 +116,7 @@ class GroupNorm(_ChannelNorm):
         def normalize(v: Any) -> Any:
             rows = v.reshape(v.shape[0], groups, v.shape[1] // groups, *v.shape[2:])
             normal = standardized(rows, tuple(range(2, rows.ndim)), epsilon).reshape(v.shape)
-            return normal * _columns(scale, x) + _columns(bias, x)
+            return normal * _channel_values(scale, x) + _channel_values(bias, x)
 
         return in_wide(normalize, x)
 
@@ -125,9 +127,9 @@ class GroupNorm(_ChannelNorm):
 
 @register
 class BatchNorm(_ChannelNorm):
-    """(x - mean) / sqrt(var + epsilon) * scale + bias per channel, of given statistics (inference).
+    """Batch normalization for inference: (x - mean) / sqrt(var + epsilon) * scale + bias per channel.
 
-    Decomposed so that constant weights fold into one multiply and one add.
+    Decomposes so that constant operands fold into one multiply and one add.
     """
 
     name = "batch_norm"
@@ -148,8 +150,8 @@ class BatchNorm(_ChannelNorm):
 
     def reference(self, x: Any, scale: Any, bias: Any, mean: Any, var: Any, *, epsilon: float) -> Any:
         def normalize(v: Any) -> Any:
-            normal = (v - _columns(mean, x)) / np.sqrt(_columns(var, x) + v.dtype.type(epsilon))
-            return normal * _columns(scale, x) + _columns(bias, x)
+            normal = (v - _channel_values(mean, x)) / np.sqrt(_channel_values(var, x) + v.dtype.type(epsilon))
+            return normal * _channel_values(scale, x) + _channel_values(bias, x)
 
         return in_wide(normalize, x)
 
@@ -161,7 +163,7 @@ class BatchNorm(_ChannelNorm):
 
 @register
 class Lrn(Op):
-    """x / (bias + alpha / size * sum of x ** 2 over the `size` channels around it) ** beta"""
+    """Local response normalization x / (bias + alpha / size * sum of x ** 2 over `size` neighbour channels) ** beta."""
 
     name = "lrn"
     operands = ("x",)
@@ -190,8 +192,8 @@ class Lrn(Op):
 
     def reference(self, x: Any, *, size: int, alpha: float, beta: float, bias: float) -> Any:
         before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
-        squares = np.pad(x * x, [(0, 0), (before, after), *[(0, 0)] * (x.ndim - 2)])
-        total = sum(squares[:, k : k + x.shape[1]] for k in range(size))
+        padded = np.pad(x * x, [(0, 0), (before, after), *[(0, 0)] * (x.ndim - 2)])
+        total = sum(padded[:, k : k + x.shape[1]] for k in range(size))
         return (x / (bias + alpha / size * total) ** beta).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
@@ -201,7 +203,7 @@ class Lrn(Op):
 
 @register
 class MeanVarianceNormalize(Op):
-    """(x - mean) / (standard deviation + 1e-9) over axes."""
+    """Mean-variance normalization (x - mean) / (standard deviation + 1e-9) over axes."""
 
     name = "mean_variance_normalize"
     operands = ("x",)
