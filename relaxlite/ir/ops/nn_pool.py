@@ -1,9 +1,7 @@
-"""Pooling over windows of any number of spatial dimensions, layout N C spatial..., `channels_last`: N spatial... C.
+"""Pooling over any number of spatial dimensions, channels first (N C spatial...) or last (N spatial... C).
 
-Global pooling is a reduction.
-
-`pads` is a shape operand (begins, then ends). Elements outside x are skipped by lazy selects, and only along the
-dimensions that need it.
+`pads` is a shape operand (begins, then ends). Lazy selects skip elements outside x, along the dimensions that need it
+only. Global pooling is a reduction, not a pool.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A window sliding over the spatial dimensions of x."""
+    """Geometry of a window sliding over the spatial dimensions of x."""
 
     size: Shape  # of x, spatial dimensions only
     pads: Shape
@@ -44,6 +42,7 @@ class Window:
 
     @staticmethod
     def of(shape: Shape, pads: Shape, attrs: Mapping[str, Any]) -> Window:
+        """Window of a pool with these attributes over x of this shape."""
         kernel = attrs["kernel"]
         ones = (1,) * len(kernel)
         strides, dilations = attrs["strides"] or ones, attrs["dilations"] or ones
@@ -52,7 +51,7 @@ class Window:
         return Window(size, pads, kernel, strides, dilations, attrs["ceil_mode"], attrs["at_least_one"], last)
 
     def natural(self, i: Shape) -> Shape:
-        """Indices (n, c, o..., taps...) of a nest over the result's dimensions and the taps."""
+        """Reorder the indices of a nest over the result and the taps to (n, c, o..., taps...)."""
         outer = 2 + len(self.kernel)
         return (*to_first(i[:outer]), *i[outer:]) if self.channels_last else i
 
@@ -68,40 +67,42 @@ class Window:
         return self.pads[len(self.kernel) + k]
 
     def extent(self, k: int) -> int:
-        """How far the taps of the kernel reach."""
+        """Number of elements that the dilated kernel spans along axis k."""
         return (self.kernel[k] - 1) * self.dilations[k] + 1
 
     def padded(self, k: int) -> SymExpr:
+        """Size of x with its padding along axis k."""
         return self.size[k] + self.begin(k) + self.end(k)
 
     def counts_partial(self, k: int) -> bool:
-        """Whether ceil_mode counts windows along axis k that reach beyond the padding."""
+        """Whether there are windows along axis k that reach beyond the padding, by ceil_mode."""
         return self.ceil_mode and self.strides[k] != 1
 
     def may_be_single(self, k: int) -> bool:
-        """Whether axis k may have no more than one window, larger than x and its padding (see at_least_one)."""
+        """Whether axis k may have a single window that is larger than x with its padding (see `at_least_one`)."""
         is_wide = self.extent(k) > self.strides[k] or PROVER.can_prove_le(self.extent(k), self.padded(k))
         return self.at_least_one and not is_wide
 
     def later_may_overrun(self, k: int) -> bool:
-        """Whether a window after the first may reach beyond x along axis k, other than into a known zero padding."""
+        """Whether a window after the first may reach beyond the end of x along axis k."""
         return as_int(self.end(k)) != 0 or self.counts_partial(k)
 
     def may_overrun(self, k: int) -> bool:
+        """Whether any window may reach beyond the end of x along axis k."""
         return self.later_may_overrun(k) or self.may_be_single(k)
 
     def out_dim(self, k: int) -> SymExpr:
-        """The number of windows: with ceil_mode also those that fit in part, unless they begin in the end padding."""
+        """Number of windows along axis k: with ceil_mode also partial ones, unless they start in the end padding."""
         stride, extent, padded = self.strides[k], self.extent(k), self.padded(k)
         if not self.counts_partial(k):
             whole = (padded - extent) // stride + 1
             return smax(whole, 1) if self.may_be_single(k) else whole
         fitting = ceildiv(padded - extent, stride) + 1
-        beginning = ceildiv(self.size[k] + self.begin(k), stride)
-        return fitting if PROVER.can_prove_le(self.end(k) + stride, extent) else smin(fitting, beginning)
+        starting = ceildiv(self.size[k] + self.begin(k), stride)
+        return fitting if PROVER.can_prove_le(self.end(k) + stride, extent) else smin(fitting, starting)
 
     def at(self, i: Shape) -> tuple[Shape, list[Scalar]]:
-        """The element of x under a tap of a window (i: see `natural`), and the conditions that there is one."""
+        """Indices of the x element under a tap of a window, and the conditions to be inside x; `i`: see `natural`."""
         outer, i = 2 + len(self.kernel), self.natural(i)
         o, full = i[2:outer], [sym(0)] * len(self.kernel)
         for k, tap in zip(self.reduced, i[outer:], strict=True):
@@ -118,17 +119,17 @@ class Window:
         return to_last(tuple(where)) if self.channels_last else tuple(where), conditions
 
     def count(self, o: Shape, *, include_pad: bool) -> SymExpr:
-        """How many taps of window `o` lie in x, or in x and its padding."""
+        """Number of taps of window `o` in x, or with include_pad in x and its padding."""
         counts = []
         for k, extent in enumerate(self.kernel):
             limit = self.size[k] + (self.end(k) if include_pad else 0)
             start, dilation = o[k] * self.strides[k] - self.begin(k), self.dilations[k]
             if not self.later_may_overrun(k):
-                limit += o[k] * self.strides[k]  # only the first window, where this is 0, may be cut
-            is_cut = self.counts_partial(k) or self.may_be_single(k) if include_pad else self.may_overrun(k)
-            last = smin(extent, ceildiv(limit - start, dilation)) if is_cut else sym(extent)
-            skips = not include_pad and as_int(self.begin(k)) != 0
-            counts.append(last - smax(0, ceildiv(-start, dilation)) if skips else last)
+                limit += o[k] * self.strides[k]  # only the first window, where this term is 0, may be partial
+            is_partial = self.counts_partial(k) or self.may_be_single(k) if include_pad else self.may_overrun(k)
+            last = smin(extent, ceildiv(limit - start, dilation)) if is_partial else sym(extent)
+            skips_begin = not include_pad and as_int(self.begin(k)) != 0
+            counts.append(last - smax(0, ceildiv(-start, dilation)) if skips_begin else last)
         return product(counts)
 
     def reduce(
@@ -140,7 +141,7 @@ class Window:
         finish: Callable[..., Value] = lambda total, *i: total,
         wide: str | None = None,
     ) -> Stmt:
-        """out[n, c, o...] = finish(combine over the window of value(x element), n, c, o...), combined in `wide`."""
+        """Build out[n, c, o...] = finish(combine over the window of value(x element), n, c, o...), in dtype `wide`."""
         start = identity(combine, wide or out.dtype)
 
         def tap(*i: SymVar) -> Value:
@@ -153,10 +154,10 @@ class Window:
 
 
 class _Pool(Op):
-    """What the pools share: attributes, their checks and the shape rule.
+    """Base of the pools: attributes, their checks and the shape rule.
 
-    at_least_one: along dimensions where the window is no larger than the stride, an x smaller than the window has one
-    window, part of which lies beyond x, instead of none: (size - window) / stride + 1 rounded towards zero.
+    at_least_one: where the window is no larger than the stride, an x smaller than the window gives one partial window
+    instead of none: (size - window) / stride + 1, rounded towards zero.
     """
 
     operands = ("x", "pads")
@@ -206,7 +207,7 @@ class _Pool(Op):
 
 
 def _samples_last() -> Iterable[Sample]:
-    """With channels last."""
+    """Samples with channels last."""
     kinds, last = ("float32", "shape"), {"channels_last": True}
     yield Sample((("n", "h", "w", 19), (1, 1, 1, 1)), {"kernel": (3, 3), "strides": (2, 2), **last}, kinds)
     yield Sample((("n", "h", 7, "c"), (1, 0, 1, 1)), {"kernel": (3, 2), "ceil_mode": True, **last}, kinds)
@@ -215,7 +216,7 @@ def _samples_last() -> Iterable[Sample]:
 
 @register
 class MaxPool(_Pool):
-    """The maximum of each window; padding never wins."""
+    """Maximum over each window of x; padding is ignored."""
 
     name = "max_pool"
     accepts = (*dtypes.FLOATS, *dtypes.INTEGERS)
@@ -235,9 +236,9 @@ class MaxPool(_Pool):
 
 @register
 class MaxPoolWithIndices(_Pool):
-    """(max_pool, the index of the first maximum of each window in x, flattened, as int64).
+    """Maximum over each window, and the int64 index of its first maximum in the flattened x.
 
-    storage_order 1 counts the spatial dimensions of an index column-major.
+    storage_order 1 flattens the spatial dimensions in column-major order.
     """
 
     name = "max_pool_with_indices"
@@ -257,10 +258,10 @@ class MaxPoolWithIndices(_Pool):
         def place(*i: SymVar) -> Value:
             where, conditions = window.at(i)
             element = Scalar(x[where])
-            hit = element.equals(Scalar(values[i[: len(x.shape)]]))
+            is_max = element.equals(Scalar(values[i[: len(x.shape)]]))
             if dtypes.is_float(x.dtype):
-                hit = hit | element.unary("isnan")
-            value = select(hit, index(_flatten(where, x.shape)), Scalar(last))
+                is_max = is_max | element.unary("isnan")
+            value = select(is_max, index(_flatten(where, x.shape)), Scalar(last))
             return select(all_of(conditions), value, Scalar(last)).value if conditions else value.value
 
         extents = [window.kernel[k] for k in window.reduced]
@@ -268,8 +269,8 @@ class MaxPoolWithIndices(_Pool):
 
         def counted(*i: SymVar) -> Value:
             value = Scalar(indices[i])
-            given = _column_major(value, x.shape[2:]) if storage_order == 1 else value
-            return select(value.equals(Scalar(last)), index(sym(0)), given).value  # 0: a window of padding alone
+            flat_index = _column_major(value, x.shape[2:]) if storage_order == 1 else value
+            return select(value.equals(Scalar(last)), index(sym(0)), flat_index).value  # 0 for windows of padding only
 
         return seq(*stages, compute(indices, counted))
 
@@ -280,10 +281,10 @@ class MaxPoolWithIndices(_Pool):
         positions = images * pixels + np.arange(pixels).reshape(x.shape[2:], order="F" if storage_order else "C")
         values = np.stack(list(_taps(x, pads, attrs, low)))
         inside = np.stack(list(_taps(np.ones(x.shape, bool), pads, attrs, False)))
-        places = np.stack(list(_taps(positions, pads, attrs, 0)))
+        tap_positions = np.stack(list(_taps(positions, pads, attrs, 0)))
         best = values.max(axis=0)
         first = np.argmax((values == best) & inside, axis=0)[None]
-        return best, np.take_along_axis(places, first, axis=0)[0]
+        return best, np.take_along_axis(tap_positions, first, axis=0)[0]
 
     def samples(self) -> Iterable[Sample]:
         yield from _Pool.samples(self)
@@ -298,8 +299,8 @@ def _flatten(where: Iterable[SymExpr], shape: Shape) -> SymExpr:
 
 
 def _column_major(flat: Scalar, spatial: Shape) -> Scalar:
-    """A row-major flat index with its spatial part counted column-major instead."""
-    if any(as_int(size) == 0 for size in spatial):  # no place has an index
+    """Convert the spatial part of a row-major flat index to column-major order."""
+    if any(as_int(size) == 0 for size in spatial):  # x is empty
         return flat
     image = product(spatial)
     rest = flat.binary("floormod", index(image))
@@ -312,12 +313,12 @@ def _column_major(flat: Scalar, spatial: Shape) -> Scalar:
 
 
 class _SumPool(_Pool):
-    """A pool that sums f(x) over each window, then finishes the sum."""
+    """Base of pools that sum a function of x over each window and apply another to the sum."""
 
     def lower_sum(
         self, x: Buffer, window: Window, out: Buffer, f: Callable[[Scalar], Scalar], g: Callable[..., Scalar]
     ) -> Stmt:
-        """out = g(sum of f(x), o...), summed in `accumulator(out.dtype)`."""
+        """Build out = g(sum of f(x), o...), summed in dtype `accumulator(out.dtype)`."""
         wide = accumulator(out.dtype)
 
         def finish(total: Value, *i: SymVar) -> Value:
@@ -328,7 +329,7 @@ class _SumPool(_Pool):
 
 @register
 class AvgPool(_SumPool):
-    """The mean of each window: of its elements in x, or with count_include_pad also of the zeros of the padding."""
+    """Mean over each window, of its elements in x or with count_include_pad also of the zeros of the padding."""
 
     name = "avg_pool"
     attrs: ClassVar[Mapping[str, Attr]] = {**_Pool.attrs, "count_include_pad": Attr("bool", False)}
@@ -357,7 +358,7 @@ class AvgPool(_SumPool):
 
 @register
 class LpPool(_SumPool):
-    """(sum of |x| ** p) ** (1 / p) over each window."""
+    """p-norm over each window: (sum of |x| ** p) ** (1 / p)."""
 
     name = "lp_pool"
     attrs: ClassVar[Mapping[str, Attr]] = {**_Pool.attrs, "p": Attr("int", 2)}
@@ -382,11 +383,14 @@ class LpPool(_SumPool):
 
 
 def _taps(x: Any, pads: Ints, attrs: Mapping[str, Any], padding: Any, beyond: Any = None) -> Iterator[Any]:
-    """For each tap of the kernel, the elements under it in every window: of x, of its padding, or beyond both."""
+    """Iterate over the kernel taps: NumPy arrays of the elements under the tap in every window.
+
+    `padding` and `beyond` (None: as padding) are the values of elements in the padding and beyond.
+    """
     if attrs.get("channels_last"):
         moved = np.moveaxis(x, -1, 1)
-        for taken in _taps(moved, pads, {**attrs, "channels_last": False}, padding, beyond):
-            yield np.moveaxis(taken, 1, -1)
+        for elements in _taps(moved, pads, {**attrs, "channels_last": False}, padding, beyond):
+            yield np.moveaxis(elements, 1, -1)
         return
     window = Window.of(tuple(map(sym, x.shape)), tuple(map(sym, pads)), attrs)
     rank = len(window.kernel)

@@ -1,8 +1,8 @@
-"""Resizing of any dimensions: nearest, linear and cubic, with every coordinate transformation of ONNX's Resize.
+"""Resizing of any dimensions: nearest, linear and cubic, with all coordinate transformations of ONNX's Resize.
 
-Nearest is one nest whose indices stay symbolic integers where the scale is a whole factor. Linear and cubic work one
-dimension at a time: a small table of source coordinates and weights, then a nest that reads a few neighbours of each.
-Coordinates are computed in float32, as onnxruntime does.
+Nearest is one loop nest, with symbolic integer indices where the scale is a whole factor. Linear and cubic resize one
+dimension at a time: a table of source coordinates and weights, then a nest that sums weighted neighbours. Coordinates
+are computed in float32, as in onnxruntime.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """One dimension being resized from `size` to `out` elements."""
+    """Dimension k, resized from `size` to `out` elements."""
 
     k: int
     size: SymExpr
@@ -44,17 +44,19 @@ class _Axis:
     scale: float | None  # None: out / size
     roi: tuple[float, float]
     attrs: Mapping[str, Any]
-    shared: Any = None  # a scale that only run time knows: an expression, a scalar, or a number of NumPy
+    shared: Any = None  # scale known at run time only: an Expr, a Scalar, or a NumPy number
 
     @property
     def crops(self) -> bool:
         return bool(self.attrs["coordinate_transformation_mode"] == "tf_crop_and_resize")
 
     def is_identity(self) -> bool:
+        """Whether resizing provably copies the dimension."""
         same = PROVER.can_prove_equal(self.size, self.out) and self.scale in (None, 1.0) and self.shared is None
         return same and (not self.crops or self.roi == (0.0, 1.0))
 
     def scale_value(self) -> Scalar:
+        """Scale in float32, out / size by default."""
         if self.shared is not None:
             return Scalar(self.shared.value)
         if self.scale is not None:
@@ -62,17 +64,17 @@ class _Axis:
         return index(self.out).cast("float32") / index(self.size).cast("float32")
 
     def coordinate(self, o: SymExpr) -> Scalar:
-        """Where element o of the result lies in x (float32)."""
+        """Source coordinate in x of element o of the result, float32."""
         at, scale = index(o).cast("float32"), self.scale_value()
         out, size = index(self.out).cast("float32"), index(self.size).cast("float32")
         value = Scalar(_coordinate(at, scale, out, size, self.roi, self.attrs, select).value)
-        follows_sizes = self.scale is None and self.shared is None
-        if self.attrs["coordinate_transformation_mode"] == "tf_half_pixel_for_nn" and follows_sizes:
-            return select(out.equals(size), at, value)  # a copy then, see is_identity
+        has_default_scale = self.scale is None and self.shared is None
+        if self.attrs["coordinate_transformation_mode"] == "tf_half_pixel_for_nn" and has_default_scale:
+            return select(out.equals(size), at, value)  # a copy, see is_identity
         return value
 
     def factor(self) -> tuple[int, int]:
-        """(up, down) where the size grows or shrinks by a whole factor that float32 represents; (0, 0) otherwise."""
+        """Whole factors (up, 1) or (1, down) of the resize, down a power of two; (0, 0) if there are none."""
         if self.shared is not None:
             return 0, 0
         up, down = as_int(_quotient(self.out, self.size)) or 0, as_int(_quotient(self.size, self.out)) or 0
@@ -83,16 +85,16 @@ class _Axis:
         return 0, 0
 
     def nearest(self, o: SymExpr) -> SymExpr | None:
-        """The nearest element as integer arithmetic; None when the scale is not a whole factor."""
+        """Index of the nearest element in integer arithmetic; None if the scale is no whole factor."""
         mode, (up, down) = self.attrs["coordinate_transformation_mode"], self.factor()
-        halves = ("half_pixel", "half_pixel_symmetric") + (("pytorch_half_pixel",) if down == 1 else ())
-        if up == 0 or mode not in ("asymmetric", "tf_half_pixel_for_nn", *halves):
+        half_pixel_modes = ("half_pixel", "half_pixel_symmetric") + (("pytorch_half_pixel",) if down == 1 else ())
+        if up == 0 or mode not in ("asymmetric", "tf_half_pixel_for_nn", *half_pixel_modes):
             return None
 
         def source(i: SymExpr) -> SymExpr:
             if mode == "asymmetric":
                 return _rounded(i * down, up, self.attrs["nearest_mode"])
-            shift = up if mode in halves else 0
+            shift = up if mode in half_pixel_modes else 0
             return _rounded((i * 2 + 1) * down - shift, 2 * up, self.attrs["nearest_mode"])
 
         result = source(o)
@@ -106,7 +108,7 @@ def _quotient(a: SymExpr, b: SymExpr) -> SymExpr:
 
 
 def _rounded(p: SymExpr, q: int, mode: str) -> SymExpr:
-    """p / q rounded to an integer."""
+    """Round p / q to an integer."""
     if mode == "floor":
         return p // q
     if mode == "ceil":
@@ -119,7 +121,7 @@ def _rounded(p: SymExpr, q: int, mode: str) -> SymExpr:
 def _coordinate(
     at: Any, scale: Any, out: Any, size: Any, roi: tuple[float, float], attrs: Mapping[str, Any], choose: Choose
 ) -> Any:
-    """ONNX's coordinate transformations, on float32 Scalars or NumPy arrays."""
+    """Apply a coordinate transformation of ONNX to float32 Scalars or NumPy arrays."""
     mode = attrs["coordinate_transformation_mode"]
     half = (at + 0.5) / scale - 0.5
     if mode == "half_pixel":
@@ -140,7 +142,7 @@ def _coordinate(
 
 
 def _nearest(x: Any, mode: str, floor: Any, choose: Choose) -> Any:
-    """x rounded to a whole number, still a float32; `floor` is floor(x)."""
+    """Round x to a whole float32 number; `floor` is floor(x)."""
     rest = x - floor
     if mode == "floor":
         return floor
@@ -150,24 +152,24 @@ def _nearest(x: Any, mode: str, floor: Any, choose: Choose) -> Any:
 
 
 def _cubic(distance: Any, a: float, choose: Choose) -> Any:
-    """Keys' kernel at a distance >= 0; 0 from 2 on."""
+    """Keys' cubic convolution kernel at a distance >= 0; 0 from 2 on."""
     near = ((a + 2) * distance - (a + 3)) * distance * distance + 1.0
     far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
     return choose(distance <= 1.0, near, choose(distance < 2.0, far, 0.0))
 
 
 def _triangle(distance: Any, choose: Choose) -> Any:
+    """Kernel of linear interpolation at a distance >= 0."""
     return choose(distance < 1.0, 1.0 - distance, 0.0)
 
 
 @register
 class Resize(Op):
-    """x resized to `sizes`, with the attributes of ONNX's Resize.
+    """Resize x to `sizes`, with the attributes of ONNX's Resize.
 
-    `scales` (one per dimension) overrides sizes / shape in the coordinates, as does `scale`, known when it runs only,
-    for the dimensions `axes` (by default all). `roi` (starts, then ends, of every dimension) is for
-    tf_crop_and_resize, which yields `extrapolation_value` outside x. Half precision and integers are
-    computed in float32 (nearest copies any dtype).
+    Coordinates use sizes / shape, or `scales` (one per dimension), or for the dimensions `axes` (None: all) the operand
+    `scale`, a float32 scalar. `roi` (starts, then ends, of every dimension) is for tf_crop_and_resize, which gives
+    `extrapolation_value` outside x. Half-precision floats and integers compute in float32; nearest copies any dtype.
     """
 
     name = "resize"
@@ -202,15 +204,17 @@ class Resize(Op):
         return TensorType.of(dims, ty.dtype)
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
-        x, sizes, *given = call.args
+        x, sizes, *scale_operand = call.args
         ty, target, attrs = self.tensor(x), self.shape(sizes), dict[str, Any](call.attrs)
-        axes = _resized_axes(ty.shape or (), target, attrs, *given)
+        axes = _resized_axes(ty.shape or (), target, attrs, *scale_operand)
         if not axes:
             return get_op("reshape")(x, ShapeValue(target))
         if attrs["mode"] == "nearest":
             return None
         if ty.dtype not in ("float32", "float64"):
-            wide = emit_op(bb, "resize", emit_op(bb, "cast", x, dtype="float32"), ShapeValue(target), *given, **attrs)
+            wide = emit_op(
+                bb, "resize", emit_op(bb, "cast", x, dtype="float32"), ShapeValue(target), *scale_operand, **attrs
+            )
             return get_op("cast")(wide, dtype=ty.dtype)
         if len(axes) == 1:
             return None
@@ -219,10 +223,10 @@ class Resize(Op):
             dims[axis.k] = target[axis.k]
             scales = None if axis.scale is None else [axis.scale if k == axis.k else 1.0 for k in range(rank)]
             roi = [axis.roi[end] if k == axis.k else float(end) for end in (0, 1) for k in range(rank)]
-            one: dict[str, Any] = {**attrs, "scales": scales, "roi": roi}
-            if given:
-                one["axes"] = (axis.k,) if axis.shared is not None else ()
-            x = bb.emit(self(x, ShapeValue(tuple(dims)), *given, **one))
+            axis_attrs: dict[str, Any] = {**attrs, "scales": scales, "roi": roi}
+            if scale_operand:
+                axis_attrs["axes"] = (axis.k,) if axis.shared is not None else ()
+            x = bb.emit(self(x, ShapeValue(tuple(dims)), *scale_operand, **axis_attrs))
         return x
 
     def lower(self, x: Buffer, sizes: Shape, scale: Buffer | None = None, *, out: Buffer, **attrs: Any) -> Stmt:
@@ -236,7 +240,7 @@ class Resize(Op):
     def reference(self, x: Any, sizes: tuple[int, ...], scale: Any = None, **attrs: Any) -> Any:
         if x.size == 0 and all(sizes):
             raise IndexError(f"resize: no elements to interpolate between: {x.shape} to {sizes}")
-        if not all(sizes):  # also where one axis after the other would read what is not there
+        if not all(sizes):  # resizing axis by axis could read from an empty dimension
             return np.zeros(sizes, x.dtype)
         is_nearest = attrs["mode"] == "nearest"
         wide = x if is_nearest or x.dtype in (np.float32, np.float64) else x.astype(np.float32)
@@ -262,21 +266,22 @@ class Resize(Op):
         yield Sample((("h*3", 7), ("h", 9)), {"mode": "cubic", "antialias": True}, kinds, tolerance=1e-4)
         yield Sample((("n", 3), ("n", 5)), {"mode": "linear"}, ("float16", "shape"), tolerance=4e-3)
         yield Sample((("n", 3), ("n", 6)), {"mode": "linear"}, ("int32", "shape"))
-        shared: tuple[tuple[int | str, ...], ...] = (("n", "h", "w"), ("n", "h+2", "w*2"), ())
-        drawn = {2: lambda shape, rng: np.asarray(rng.uniform(0.4, 3, shape), np.float32)}
+        shapes: tuple[tuple[int | str, ...], ...] = (("n", "h", "w"), ("n", "h+2", "w*2"), ())
+        draws = {2: lambda shape, rng: np.asarray(rng.uniform(0.4, 3, shape), np.float32)}
         for mode in ("nearest", "linear", "cubic"):
             attrs = {"mode": mode, "axes": (1, 2), "antialias": mode == "linear"}
-            yield Sample(shared, attrs, (*kinds, "float32"), drawn, tolerance=1e-4)
+            yield Sample(shapes, attrs, (*kinds, "float32"), draws, tolerance=1e-4)
 
 
 def _resized_axes(shape: Shape, sizes: Shape, attrs: Mapping[str, Any], shared: Any = None) -> list[_Axis]:
+    """Axes that are not provably copied."""
     rank, scales, roi = len(shape), attrs["scales"], attrs["roi"]
-    sharing = range(rank) if attrs["axes"] is None else attrs["axes"]
+    shared_axes = range(rank) if attrs["axes"] is None else attrs["axes"]
     axes = []
     for k in range(rank):
-        part = (0.0, 1.0) if roi is None else (roi[k], roi[rank + k])
+        axis_roi = (0.0, 1.0) if roi is None else (roi[k], roi[rank + k])
         scale = None if scales is None else scales[k]
-        axes.append(_Axis(k, shape[k], sizes[k], scale, part, attrs, shared if k in sharing else None))
+        axes.append(_Axis(k, shape[k], sizes[k], scale, axis_roi, attrs, shared if k in shared_axes else None))
     return [axis for axis in axes if not axis.is_identity()]
 
 
@@ -289,8 +294,8 @@ def _fill_coordinates(where: Buffer, axis: _Axis) -> Stmt:
 
 
 def _lower_nearest(x: Buffer, out: Buffer, axes: list[_Axis], attrs: Mapping[str, Any]) -> Stmt:
-    exact = {axis.k: axis for axis in axes if axis.nearest(sym(0)) is not None}
-    tables = {axis.k: Buffer(f"nearest{axis.k}", (axis.out,), "int64") for axis in axes if axis.k not in exact}
+    integer_axes = {axis.k: axis for axis in axes if axis.nearest(sym(0)) is not None}
+    tables = {axis.k: Buffer(f"nearest{axis.k}", (axis.out,), "int64") for axis in axes if axis.k not in integer_axes}
     places = {axis.k: Buffer(f"where{axis.k}", (axis.out,), "float32") for axis in axes if axis.crops}
     sources = {k: SymVar(f"s{k}") for k in tables}
 
@@ -300,7 +305,7 @@ def _lower_nearest(x: Buffer, out: Buffer, axes: list[_Axis], attrs: Mapping[str
         return result.minimum(index(axis.size - 1)).maximum(0).value
 
     def source(k: int, o: SymExpr) -> SymExpr:
-        result = exact[k].nearest(o) if k in exact else sources.get(k, o)
+        result = integer_axes[k].nearest(o) if k in integer_axes else sources.get(k, o)
         return o if result is None else result
 
     def copy(*i: SymVar) -> Stmt:
@@ -324,7 +329,7 @@ def _lower_nearest(x: Buffer, out: Buffer, axes: list[_Axis], attrs: Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """The weights of linear or cubic interpolation around a source coordinate: `taps` neighbours from `first` on."""
+    """Interpolation kernel, linear or cubic: weights of `taps` neighbours of a source coordinate, from `first` on."""
 
     axis: _Axis
     attrs: Mapping[str, Any]
@@ -335,9 +340,9 @@ class _Kernel:
 
     @property
     def taps(self) -> SymExpr:
-        """Twice the support: with antialiasing, the kernel is stretched by the factor that x shrinks by.
+        """Number of taps: twice the support, which antialiasing stretches by the factor that x shrinks by.
 
-        A shared scale of which `out` is rounded is at least (out - 1/2) / size.
+        A shared scale, from which `out` was rounded, is at least (out - 1/2) / size.
         """
         if not self.attrs["antialias"]:
             return sym(2 * self.half)
@@ -352,20 +357,21 @@ class _Kernel:
         return bool(self.attrs["antialias"] or self.attrs["exclude_outside"])
 
     def stretch(self, scale: Any, maximum: Callable[[Any, Any], Any]) -> Any:
+        """Factor by which antialiasing stretches the kernel."""
         return maximum(1.0 / scale, 1.0) if self.attrs["antialias"] else 1.0
 
     def first(self, where: Any, stretch: Any, floor: Callable[[Any], Any]) -> Any:
-        """The first neighbour of a coordinate, a whole float32; it may lie outside x."""
+        """First neighbour of a coordinate, a whole float32 number, possibly outside x."""
         return floor(where + (1.0 - stretch * float(self.half)))
 
     def weight(self, distance: Any, stretch: Any, choose: Choose) -> Any:
-        """Of a neighbour at a distance >= 0."""
+        """Weight of a neighbour at a distance >= 0."""
         near = distance / stretch if self.attrs["antialias"] else distance
         return _triangle(near, choose) if self.half == 1 else _cubic(near, self.attrs["cubic_coeff_a"], choose)
 
 
 class _Tables:
-    """Per element of the result: its source coordinate, and the weights of its neighbours."""
+    """Tables of source coordinates and neighbour weights per element of the result."""
 
     def __init__(self, kernel: _Kernel) -> None:
         self.kernel, axis = kernel, kernel.axis
@@ -375,7 +381,7 @@ class _Tables:
         self.size = index(axis.size).cast("float32")
 
     def begin(self, o: SymExpr) -> Scalar:
-        """The first neighbour."""
+        """First neighbour of the source coordinate of element o."""
         result = self.kernel.first(Scalar(self.where[o]), self.stretch, lambda v: v.unary("floor"))
         return Scalar(result.value)
 
@@ -383,6 +389,7 @@ class _Tables:
         return Scalar(_outside(Scalar(self.where[o]), self.size).value)
 
     def fill(self) -> Stmt:
+        """Compute the tables."""
         kernel, weights = self.kernel, self.weights
 
         def weight(o: SymExpr, t: SymExpr) -> Value:
@@ -401,7 +408,7 @@ class _Tables:
 
 
 def _lower_weighted(x: Buffer, out: Buffer, axis: _Axis, attrs: Mapping[str, Any]) -> Stmt:
-    """out = sum over taps t of weights[o, t] * x[first(o) + t], clamped into x."""
+    """Build out = sum over taps t of weights[o, t] * x[first(o) + t], with indices clamped into x."""
     kernel, k = _Kernel(axis, attrs), axis.k
     tables, first = _Tables(kernel), SymVar("first", lower=None)
 
@@ -431,17 +438,17 @@ def _lower_weighted(x: Buffer, out: Buffer, axis: _Axis, attrs: Mapping[str, Any
 
 
 def _resize_axis(x: Any, axis: _Axis, attrs: Mapping[str, Any]) -> Any:
-    """One dimension resized in NumPy, by gathers: a product with a matrix of weights would spread NaNs everywhere."""
+    """Resize one dimension in NumPy, by gathers: a product with a weight matrix would spread NaNs everywhere."""
     size, out = int(axis.size), int(axis.out)
-    given = axis.scale if axis.shared is None else axis.shared
-    scale = np.float32(given) if given is not None else np.float32(out) / np.float32(size)
+    axis_scale = axis.scale if axis.shared is None else axis.shared
+    scale = np.float32(axis_scale) if axis_scale is not None else np.float32(out) / np.float32(size)
     at = np.arange(out, dtype=np.float32)
     where = _coordinate(at, scale, np.float32(out), np.float32(size), axis.roi, attrs, np.where).astype(np.float32)
     where = np.broadcast_to(where, (out,))
-    along = (-1, *(1,) * (x.ndim - 1 - axis.k))
+    weight_shape = (-1, *(1,) * (x.ndim - 1 - axis.k))
     if attrs["mode"] == "nearest":
-        found = np.clip(_nearest(where, attrs["nearest_mode"], np.floor(where), np.where), 0, size - 1)
-        result = np.take(x, found.astype(np.int64), axis.k)
+        nearest = np.clip(_nearest(where, attrs["nearest_mode"], np.floor(where), np.where), 0, size - 1)
+        result = np.take(x, nearest.astype(np.int64), axis.k)
     else:
         kernel = _Kernel(axis, attrs)
         stretch = kernel.stretch(scale, np.maximum)
@@ -453,8 +460,8 @@ def _resize_axis(x: Any, axis: _Axis, attrs: Mapping[str, Any]) -> Any:
             weights = weights / weights.sum(axis=1, keepdims=True)
         columns = np.clip(positions, 0, size - 1).astype(np.int64)
         terms = zip(weights.astype(x.dtype).T, columns.T, strict=True)
-        result = sum(weight.reshape(along) * np.take(x, column, axis.k) for weight, column in terms)
+        result = sum(weight.reshape(weight_shape) * np.take(x, column, axis.k) for weight, column in terms)
     if not axis.crops:
         return result
-    outside = _outside(where, size).reshape(along)
+    outside = _outside(where, size).reshape(weight_shape)
     return np.where(outside, x.dtype.type(attrs["extrapolation_value"]), result)

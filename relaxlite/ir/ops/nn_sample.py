@@ -1,4 +1,4 @@
-"""Reading feature maps at coordinates that come from data: grid_sample, affine_grid, roi_align."""
+"""Sampling of feature maps at data-dependent coordinates: grid_sample, affine_grid, roi_align."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.ir.types import TensorType, Type
 
 Extremum = Callable[..., Any]
-_TAPS = {"nearest": (0, 1), "linear": (0, 2), "cubic": (-1, 4)}  # mode -> (first neighbour, how many)
+_TAPS = {"nearest": (0, 1), "linear": (0, 2), "cubic": (-1, 4)}  # mode -> (first neighbour, number of neighbours)
 
 
 def _cubic_weights(rest: Any, a: float = -0.75) -> list[Any]:
-    """Keys' weights of the four neighbours around a fraction."""
+    """Weights of Keys' cubic convolution for the four neighbours of a coordinate with this fraction."""
 
     def far(d: Any) -> Any:
         return ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
@@ -35,26 +35,27 @@ def _cubic_weights(rest: Any, a: float = -0.75) -> list[Any]:
 
 
 def _weights(mode: str, rest: Any) -> list[Any]:
-    """Of the neighbours of a coordinate, given its fraction; None stands for 1."""
+    """Weights of the neighbours of a coordinate with this fraction; None is 1."""
     if mode == "nearest":
         return [None]
     return [1.0 - rest, rest] if mode == "linear" else _cubic_weights(rest)
 
 
-def _place(i: Any, size: Any, padding: str, align_corners: bool, low: Extremum, high: Extremum) -> Any:
-    """The element that stands for position i outside or inside 0..size-1; `low` and `high` are min and max."""
+def _padded_index(i: Any, size: Any, padding: str, align_corners: bool, low: Extremum, high: Extremum) -> Any:
+    """Index of the element that position i, possibly outside x, reads; `low` and `high` are min and max."""
     if padding == "reflection":
         period = high(2 * (size - 1), 1) if align_corners else high(2 * size, 1)
-        turn = i % period
-        i = low(turn, (period if align_corners else period - 1) - turn)
+        phase = i % period
+        i = low(phase, (period if align_corners else period - 1) - phase)
     return low(high(i, 0), size - 1)
 
 
 @register
 class GridSample(Op):
-    """x (n, c, spatial...) read at grid (n, out..., d): coordinates in -1..1, the last spatial dimension first.
+    """Sample x (n, c, spatial...) at grid (n, out..., d): coordinates in -1..1, the last spatial dimension first.
 
-    padding_mode says what stands outside of x: zeros, the border, or x reflected.
+    padding_mode defines the elements outside x: zeros, the border elements, or x reflected. Modes: nearest, linear
+    (multilinear) and cubic interpolation.
     """
 
     name = "grid_sample"
@@ -70,8 +71,8 @@ class GridSample(Op):
         xs, gs = xt.shape or (), gt.shape or ()
         count = len(xs) - 2
         if count < 1 or len(gs) != count + 2 or PROVER.can_prove_ne(gs[-1], count) or PROVER.can_prove_ne(gs[0], xs[0]):
-            wanted = f"grid ({xs[0] if xs else 'n'}, out..., {count})"
-            self.fail(f"x (n, c, spatial...) needs a {wanted}, got x {xt} and grid {gt}")
+            expected = f"grid ({xs[0] if xs else 'n'}, out..., {count})"
+            self.fail(f"x (n, c, spatial...) needs a {expected}, got x {xt} and grid {gt}")
         if not dtypes.is_float(xt.dtype) or not dtypes.is_float(gt.dtype):
             self.fail(f"x and grid must be of float dtypes, got {xt.dtype} and {gt.dtype}")
         return TensorType.of((*xs[:2], *gs[1:-1]), xt.dtype)
@@ -83,7 +84,7 @@ class GridSample(Op):
         corners = [SymVar(f"s{k}", lower=None) for k in range(count)]
 
         def coordinate(*i: SymVar) -> Value:
-            """In elements, stored in the order of the grid."""
+            """Convert a grid coordinate to elements."""
             position = Scalar(grid[i]).cast(where.dtype)
             result = Scalar(_denormalize(position, _size_of(x.shape, i[-1], where.dtype), align_corners).value)
             return (result.unary("round") if mode == "nearest" else result).value
@@ -91,7 +92,10 @@ class GridSample(Op):
         def pixel(i: tuple[SymVar, ...], offsets: tuple[int, ...]) -> Scalar:
             positions = [corner + begin + offset for corner, offset in zip(corners, offsets, strict=True)]
             sizes = x.shape[2:]
-            at = [_place(p, d, padding_mode, align_corners, smin, smax) for p, d in zip(positions, sizes, strict=True)]
+            at = [
+                _padded_index(p, d, padding_mode, align_corners, smin, smax)
+                for p, d in zip(positions, sizes, strict=True)
+            ]
             if padding_mode != "zeros":
                 return Scalar(x[i[:2] + tuple(at)]).cast(wide)
             inside = [c for p, d in zip(positions, sizes, strict=True) for c in (index(p) >= 0, index(p) < index(d))]
@@ -128,7 +132,7 @@ class GridSample(Op):
         if 0 in x.shape[2:]:
             if padding_mode != "zeros" and 0 not in (*x.shape[:2], *grid.shape[1:-1]):
                 raise IndexError(f"grid_sample: x is empty: it has no border: {x.shape}")
-            wide = np.zeros((*x.shape[:2], *(max(d, 1) for d in x.shape[2:])), wide.dtype)  # 0 stands everywhere
+            wide = np.zeros((*x.shape[:2], *(max(d, 1) for d in x.shape[2:])), wide.dtype)  # all padding
         sizes = np.array(x.shape[2:][::-1], in_accumulator(grid).dtype)
         where = _denormalize(in_accumulator(grid), sizes, align_corners)[..., ::-1]
         where = np.rint(where) if mode == "nearest" else where
@@ -140,7 +144,7 @@ class GridSample(Op):
         for offsets in itertools.product(range(taps), repeat=count):
             positions = [corners[..., k] + begin + offset for k, offset in enumerate(offsets)]
             at = [
-                _place(p, d, padding_mode, align_corners, np.minimum, np.maximum)
+                _padded_index(p, d, padding_mode, align_corners, np.minimum, np.maximum)
                 for p, d in zip(positions, x.shape[2:], strict=True)
             ]
             weight = np.ones(grid.shape[:-1], wide.dtype)
@@ -165,7 +169,7 @@ class GridSample(Op):
 
 
 def _size_of(shape: Shape, k: SymExpr, dtype: str) -> Scalar:
-    """The size of spatial dimension k counted from the last, where k is a loop variable."""
+    """Size of spatial dimension k, counted from the last, for a loop variable k."""
     result = index(shape[-1]).cast(dtype)
     for back in range(1, len(shape) - 2):
         result = select(index(k).equals(back), index(shape[-1 - back]).cast(dtype), result)
@@ -173,7 +177,7 @@ def _size_of(shape: Shape, k: SymExpr, dtype: str) -> Scalar:
 
 
 def _denormalize(position: Any, size: Any, align_corners: bool) -> Any:
-    """-1..1 as elements: between the centres of the first and last element, or between their outer edges."""
+    """Map -1..1 to elements: between the centres of the first and last element, or between their outer edges."""
     if align_corners:
         return (position + 1.0) / 2.0 * (size - 1.0)
     return ((position + 1.0) * size - 1.0) / 2.0
@@ -181,7 +185,7 @@ def _denormalize(position: Any, size: Any, align_corners: bool) -> Any:
 
 @register
 class AffineGrid(Op):
-    """The grid (n, out..., d) for grid_sample of affine maps theta (n, d, d + 1), over `sizes` = out..."""
+    """Grid (n, out..., d) for `grid_sample` from affine maps theta (n, d, d + 1), over `sizes` = out..."""
 
     name = "affine_grid"
     operands = ("theta", "sizes")
@@ -190,8 +194,8 @@ class AffineGrid(Op):
     def infer(self, theta: Expr, sizes: Expr, *, align_corners: bool) -> Type:
         ty, dims = self.tensor(theta, "theta"), self.shape(sizes, "sizes")
         shape, count = ty.shape or (), len(dims)
-        wanted = (sym(count), sym(count + 1))
-        if len(shape) != 3 or any(map(PROVER.can_prove_ne, shape[1:], wanted)) or not dtypes.is_float(ty.dtype):
+        expected = (sym(count), sym(count + 1))
+        if len(shape) != 3 or any(map(PROVER.can_prove_ne, shape[1:], expected)) or not dtypes.is_float(ty.dtype):
             self.fail(f"theta must be (n, {count}, {count + 1}) of a float dtype for {count} sizes, got {ty}")
         return TensorType.of((shape[0], *dims, count), ty.dtype)
 
@@ -224,7 +228,7 @@ class AffineGrid(Op):
 
 
 def _normalize(i: Any, size: Any, align_corners: bool, choose: Callable[..., Any]) -> Any:
-    """Element i as -1..1; 0 for a single element with align_corners."""
+    """Map element i to -1..1; 0 for a single element with align_corners."""
     if align_corners:
         return choose(size > 1.0, i * 2.0 / (size - 1.0) - 1.0, 0.0)
     return (i * 2.0 + 1.0) / size - 1.0
@@ -232,12 +236,12 @@ def _normalize(i: Any, size: Any, align_corners: bool, choose: Callable[..., Any
 
 @register
 class RoiAlign(Op):
-    """Regions of x (n, c, h, w) as (r, c, *output): each bin the mean or maximum of bilinear samples.
+    """Pool regions of x (n, c, h, w) to (r, c, *output): each bin is the mean or maximum of bilinear samples.
 
-    rois (r, 4) are x1, y1, x2, y2 in units of 1 / spatial_scale, batch (r,) says which picture each is of. Each bin has
-    sampling_ratio samples per axis, or with 0 as many as the region has elements per bin. half_pixel shifts coordinates
-    by a half; without it a region is at least one element wide. The maximum is taken over the weighted corners of the
-    samples, as ONNX defines it.
+    rois (r, 4) are x1, y1, x2, y2 in units of 1 / spatial_scale, batch (r,) is the image of each. A bin has
+    sampling_ratio samples per axis, with 0 as many as the region has elements per bin. half_pixel shifts coordinates by
+    a half; without it a region is at least one element wide. The maximum is over the weighted corners of the samples,
+    as ONNX defines it.
     """
 
     name = "roi_align"
@@ -308,8 +312,8 @@ class RoiAlign(Op):
                 ]  # fmt: skip
                 if samples:
                     average = attrs["mode"] == "avg"
-                    found = np.sum(samples, axis=(0, 1)) / len(samples) if average else np.max(samples, axis=(0, 1))
-                    result[r, :, bins[0], bins[1]] = found
+                    pooled = np.sum(samples, axis=(0, 1)) / len(samples) if average else np.max(samples, axis=(0, 1))
+                    result[r, :, bins[0], bins[1]] = pooled
         return result
 
     def samples(self) -> Iterable[Sample]:
@@ -327,7 +331,7 @@ class RoiAlign(Op):
 
 
 def _bins(roi: list[Any], attrs: Mapping[str, Any], maximum: Extremum) -> tuple[list[Any], list[Any]]:
-    """(where a region begins, the size of one of its bins), for y and x."""
+    """Start of a region and size of its bins, each for y and x."""
     offset = 0.5 if attrs["half_pixel"] else 0.0
     x1, y1, x2, y2 = (value * attrs["spatial_scale"] - offset for value in roi)
     extents = [y2 - y1, x2 - x1]
@@ -339,7 +343,7 @@ def _bins(roi: list[Any], attrs: Mapping[str, Any], maximum: Extremum) -> tuple[
 def _bilinear(
     x: Buffer, at: tuple[SymExpr, ...], places: list[Scalar], use: Callable[[Scalar], Stmt], combine: str
 ) -> Stmt:
-    """use(the four weighted elements of x[at] around a place, combined); 0 more than one element outside."""
+    """Pass the combined four weighted neighbours in x[at] of a point to `use`; 0 more than one element outside x."""
     lows = [SymVar("y"), SymVar("x")]
     bounds = [index(d).cast(x.dtype) for d in x.shape[2:]]
     inside = [c for p, bound in zip(places, bounds, strict=True) for c in (p >= -1.0, p <= bound)]
@@ -359,7 +363,7 @@ def _bilinear(
 
 
 def _bilinear_array(x: Any, places: list[Any]) -> Any:
-    """The four weighted elements of x (c, h, w) around a place: (4, c)."""
+    """Weighted four neighbours in x (c, h, w) of a point: (4, c)."""
     sizes = x.shape[1:]
     if any(p < -1 or p > d for p, d in zip(places, sizes, strict=True)):
         return np.zeros((4, x.shape[0]), x.dtype)
