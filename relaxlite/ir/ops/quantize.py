@@ -1,7 +1,7 @@
-"""Quantization, y = saturate(round(x / scale) + zero_point), its inverse, and integer products of quantized tensors.
+"""Quantization, y = saturate(round(x / scale) + zero_point), its inverse, and products of quantized tensors.
 
-scale and zero_point are per tensor (one element), per slice along `axis` (a vector), or per block along `axis` (of the
-rank of x, each element serving `block_size` neighbours).
+scale and zero_point are per tensor (one element), per channel along `axis` (a vector), or per block along `axis` (the
+rank of x, one element for `block_size` consecutive ones).
 """
 
 from __future__ import annotations
@@ -29,26 +29,30 @@ QUANTIZED = ("int8", "uint8", "int16", "uint16", "int32")
 
 
 class _Scaled(Op):
-    """What quantize_linear and dequantize_linear share: where the scale of an element stands."""
+    """Base of quantize_linear and dequantize_linear: checks and indices of scale and zero_point."""
 
     operands = ("x", "scale", "zero_point?")
     attrs: ClassVar[Mapping[str, Attr]] = {"axis": Attr("int", 1), "block_size": Attr("int", 0)}
 
     def check_scale(self, x: Expr, scale: Expr, zero_point: Expr | None, axis: int, block_size: int) -> None:
-        shape, result = self.tensor(x, "x").shape or (), self.tensor(scale, "scale").shape or ()
+        """Fail unless scale and zero_point have types that fit x."""
+        shape, scale_dims = self.tensor(x, "x").shape or (), self.tensor(scale, "scale").shape or ()
         if not dtypes.is_float(self.tensor(scale).dtype):
             self.fail(f"scale must be of a float dtype, got {scale.ty}")
-        if not _is_one(result):
+        if not _is_one(scale_dims):
             expected = self.scale_shape(shape, axis, block_size)
-            if len(result) != len(expected) or any(map(PROVER.can_prove_ne, result, expected)):
+            if len(scale_dims) != len(expected) or any(map(PROVER.can_prove_ne, scale_dims, expected)):
                 wanted = f"one element or the shape {format_shape(expected)}"
-                self.fail(f"scale must have {wanted}, got {format_shape(result)}")
+                self.fail(f"scale must have {wanted}, got {format_shape(scale_dims)}")
         if zero_point is not None:
             zeros = self.tensor(zero_point, "zero_point").shape or ()
-            if len(zeros) != len(result) or any(map(PROVER.can_prove_ne, zeros, result)):
-                self.fail(f"zero_point must have the shape of scale, {format_shape(result)}, got {format_shape(zeros)}")
+            if len(zeros) != len(scale_dims) or any(map(PROVER.can_prove_ne, zeros, scale_dims)):
+                self.fail(
+                    f"zero_point must have the shape of scale, {format_shape(scale_dims)}, got {format_shape(zeros)}"
+                )
 
     def scale_shape(self, shape: Shape, axis: int, block_size: int) -> Shape:
+        """Shape of a scale per channel, or per block if block_size is not 0, for x of this shape."""
         axis = normalize_axis(self, axis, len(shape))
         if not block_size:
             return (shape[axis],)
@@ -57,6 +61,7 @@ class _Scaled(Op):
     def scale_checks(
         self, x: Buffer, scale: Buffer, zero_point: Buffer | None, axis: int, block_size: int
     ) -> tuple[Check, ...]:
+        """Run-time checks of the shapes of scale and zero_point."""
         zeros = () if zero_point is None else zip(zero_point.shape, scale.shape, strict=True)
         checks = equality_checks(f"{self.name}: zero_point and scale have different shapes", *zeros)
         if _is_one(scale.shape):
@@ -65,7 +70,7 @@ class _Scaled(Op):
         return (*equality_checks(f"{self.name}: the shape of scale", *expected), *checks)
 
     def at(self, scale: Buffer, i: tuple[SymVar, ...], axis: int, block_size: int) -> Shape:
-        """Where the scale of element i stands."""
+        """Indices of the scale of element i."""
         if _is_one(scale.shape):
             return (sym(0),) * len(scale.shape)
         axis = normalize_axis(self, axis, len(i))
@@ -76,8 +81,8 @@ def _is_one(shape: Shape) -> bool:
     return all(as_int(d) == 1 for d in shape)
 
 
-def _spread(scale: Any, shape: tuple[int, ...], axis: int, block_size: int) -> Any:
-    """A scale or zero point in a shape that broadcasts to x."""
+def _expand_scale(scale: Any, shape: tuple[int, ...], axis: int, block_size: int) -> Any:
+    """Expand a scale or zero-point array to a shape that broadcasts to x."""
     axis %= max(len(shape), 1)
     if scale.size == 1:
         return scale.reshape(())
@@ -92,7 +97,7 @@ def _small_scale(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 
 @register
 class QuantizeLinear(_Scaled):
-    """saturate(round(x / scale) + zero_point) in an integer dtype, halves rounded to even; computed in float32."""
+    """Quantize x: saturate(round(x / scale) + zero_point) in an integer dtype, rounding halves to even, in float32."""
 
     name = "quantize_linear"
     attrs: ClassVar[Mapping[str, Attr]] = {**_Scaled.attrs, "dtype": Attr("dtype", None)}
@@ -103,8 +108,10 @@ class QuantizeLinear(_Scaled):
         self.check_scale(x, scale, zero_point, axis, block_size)
         result = dtype or ("uint8" if zero_point is None else self.tensor(zero_point).dtype)
         if result not in QUANTIZED or (zero_point is not None and self.tensor(zero_point).dtype != result):
-            given = "no zero_point" if zero_point is None else f"zero_point {zero_point.ty}"
-            self.fail(f"the result must be one of {', '.join(QUANTIZED)}, as zero_point is, got {result} and {given}")
+            zero_text = "no zero_point" if zero_point is None else f"zero_point {zero_point.ty}"
+            self.fail(
+                f"the result must be one of {', '.join(QUANTIZED)}, as zero_point is, got {result} and {zero_text}"
+            )
         return TensorType(self.tensor(x).shape, result, self.tensor(x).rank)
 
     def lower(
@@ -122,10 +129,10 @@ class QuantizeLinear(_Scaled):
         self, x: Any, scale: Any, zero_point: Any = None, *, axis: int, block_size: int, dtype: str | None
     ) -> Any:
         target = dtype or ("uint8" if zero_point is None else dtypes.from_numpy(zero_point.dtype)) or "uint8"
-        scales = _spread(scale, x.shape, axis, block_size).astype(np.float32)
+        scales = _expand_scale(scale, x.shape, axis, block_size).astype(np.float32)
         with np.errstate(all="ignore"):
             rounded = np.rint(x.astype(np.float32) / scales)
-            zeros = 0 if zero_point is None else _spread(zero_point, x.shape, axis, block_size).astype(np.float32)
+            zeros = 0 if zero_point is None else _expand_scale(zero_point, x.shape, axis, block_size).astype(np.float32)
             return cast_array(np.asarray(rounded + zeros), target)
 
     def samples(self) -> Iterable[Sample]:
@@ -144,7 +151,7 @@ def _quantized(x: Scalar, scale: Scalar, zero: Scalar | None, dtype: str) -> Sca
 
 @register
 class DequantizeLinear(_Scaled):
-    """(x - zero_point) * scale, in the dtype of scale."""
+    """Dequantize x: (x - zero_point) * scale, in the dtype of scale."""
 
     name = "dequantize_linear"
 
@@ -152,8 +159,10 @@ class DequantizeLinear(_Scaled):
         self.check_scale(x, scale, zero_point, axis, block_size)
         ty = self.tensor(x)
         if ty.dtype not in QUANTIZED or (zero_point is not None and self.tensor(zero_point).dtype != ty.dtype):
-            given = "no zero_point" if zero_point is None else f"zero_point {zero_point.ty}"
-            self.fail(f"x must be one of {', '.join(QUANTIZED)}, with a zero_point of the same, got {ty} and {given}")
+            zero_text = "no zero_point" if zero_point is None else f"zero_point {zero_point.ty}"
+            self.fail(
+                f"x must be one of {', '.join(QUANTIZED)}, with a zero_point of the same, got {ty} and {zero_text}"
+            )
         return TensorType(ty.shape, self.tensor(scale).dtype, ty.rank)
 
     def lower(
@@ -162,7 +171,7 @@ class DequantizeLinear(_Scaled):
         def value(*i: SymVar) -> Value:
             at = self.at(scale, i, axis, block_size)
             wide = "float64" if out.dtype == "float64" else "float32"
-            exact = wide if dtypes.itemsize(x.dtype) < 4 else "int32"  # so are differences of integers of 16 bits
+            exact = wide if dtypes.itemsize(x.dtype) < 4 else "int32"  # differences of 16-bit integers are exact too
             centered = Scalar(x[i]).cast(exact)
             if zero_point is not None:
                 centered = centered - Scalar(zero_point[at]).cast(exact)
@@ -171,8 +180,8 @@ class DequantizeLinear(_Scaled):
         return seq(*self.scale_checks(x, scale, zero_point, axis, block_size), compute(out, value))
 
     def reference(self, x: Any, scale: Any, zero_point: Any = None, *, axis: int, block_size: int) -> Any:
-        zeros = 0 if zero_point is None else _spread(zero_point, x.shape, axis, block_size).astype(np.int32)
-        wide = in_accumulator(_spread(scale, x.shape, axis, block_size))
+        zeros = 0 if zero_point is None else _expand_scale(zero_point, x.shape, axis, block_size).astype(np.int32)
+        wide = in_accumulator(_expand_scale(scale, x.shape, axis, block_size))
         return np.asarray((x.astype(np.int32) - zeros).astype(wide.dtype) * wide).astype(scale.dtype)
 
     def samples(self) -> Iterable[Sample]:
@@ -183,17 +192,16 @@ class DequantizeLinear(_Scaled):
         yield Sample((("n", 7), ("n", 3), ("n", 3)), {"axis": 1, "block_size": 3}, ("uint8", "float32", "uint8"))
 
 
-PACKED_BYTES = 32  # bits
+WORD_BITS = 32  # bits of a word
 
 
 @register
 class UnpackIntegers(Op):
-    """Signed numbers of 2 or 4 bits out of words: with c = 32 / bits numbers in a word,
+    """Unpack signed 2- or 4-bit numbers from int32 words, along the first dimension.
 
-    x[k, ...] = (words[k // c, ...] >> k % c * bits & (2**bits - 1)) - 2**(bits - 1)
-
-    `rows` is the size of the first dimension of the result. Constants in this form are not folded: they are read from
-    memory as they are (passes/graph/quantized_weights.py).
+    x[k, ...] = (words[k // c, ...] >> k % c * bits & (2**bits - 1)) - 2**(bits - 1), with c = 32 / bits numbers per
+    word. `rows` is the first dimension of the result. Never constant-folded, so that weights stay packed in memory
+    (passes/graph/quantized_weights.py).
     """
 
     name = "unpack_integers"
@@ -206,7 +214,7 @@ class UnpackIntegers(Op):
 
     def infer(self, words: Expr, *, rows: int, bits: int, dtype: str) -> Type:
         ty = self.tensor(words, "words")
-        shape, count = ty.shape or (), PACKED_BYTES // bits
+        shape, count = ty.shape or (), WORD_BITS // bits
         if ty.dtype != "int32" or not shape:
             self.fail(f"words must be int32 with at least one dimension, got {ty}")
         if rows < 0 or PROVER.can_prove_ne(shape[0], ceildiv(sym(rows), count)):
@@ -214,7 +222,7 @@ class UnpackIntegers(Op):
         return TensorType.of((rows, *shape[1:]), dtype)
 
     def lower(self, words: Buffer, *, out: Buffer, rows: int, bits: int, dtype: str) -> Stmt:
-        count = PACKED_BYTES // bits
+        count = WORD_BITS // bits
 
         def value(k: SymVar, *i: SymVar) -> Value:
             field = Scalar(Load(words, (k // count, *i))).binary("shift_right", k % count * bits) & ((1 << bits) - 1)
@@ -224,10 +232,10 @@ class UnpackIntegers(Op):
         return seq(*checks, compute(out, value))
 
     def reference(self, words: Any, *, rows: int, bits: int, dtype: str) -> Any:
-        shifts = np.arange(0, PACKED_BYTES, bits, dtype=np.uint32).reshape(1, -1, *(1,) * (words.ndim - 1))
+        shifts = np.arange(0, WORD_BITS, bits, dtype=np.uint32).reshape(1, -1, *(1,) * (words.ndim - 1))
         fields = np.expand_dims(words.view(np.uint32), 1) >> shifts & np.uint32((1 << bits) - 1)
         numbers = fields.astype(np.int16) - np.int16(1 << bits - 1)
-        return numbers.reshape(len(words) * (PACKED_BYTES // bits), *words.shape[1:])[:rows].astype(dtype)
+        return numbers.reshape(len(words) * (WORD_BITS // bits), *words.shape[1:])[:rows].astype(dtype)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(((2, "n"),), {"rows": 13, "bits": 4}, ("int32",), {0: _words})
@@ -237,8 +245,8 @@ class UnpackIntegers(Op):
 
 
 def pack_integers(values: Array, bits: int) -> Array:
-    """Numbers from -2**(bits - 1) on as the words that `unpack_integers` takes apart; zeros fill up the last ones."""
-    count, half = PACKED_BYTES // bits, 1 << bits - 1
+    """Pack signed numbers of `bits` bits to words for `unpack_integers`, padding the last words with zeros."""
+    count, half = WORD_BITS // bits, 1 << bits - 1
     rows = -(-values.shape[0] // count)
     fields = np.full((rows * count, *values.shape[1:]), half, np.uint8)
     fields[: values.shape[0]] = values.astype(np.int16) + half
@@ -255,7 +263,7 @@ def _words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 
 @register
 class DynamicQuantizeLinear(Op):
-    """(x as uint8, scale, zero_point) with the scale that spreads the range of x, and 0, over 0..255."""
+    """Quantize x to uint8 by its range: (quantized x, scale, zero_point), the range of x and 0 mapped to 0..255."""
 
     name = "dynamic_quantize_linear"
     operands = ("x",)
@@ -272,17 +280,17 @@ class DynamicQuantizeLinear(Op):
         low, high = (Buffer(name, (), "float32") for name in ("low", "high"))
         ends = ((low, "min"), (high, "max"))
         start, rows = literal(0.0, "float32"), x.shape[:-1]
-        of_rows = {end: Buffer(f"{end.name}s", rows, "float32") for end, _ in ends}  # found side by side
+        row_extrema = {end: Buffer(f"{end.name}s", rows, "float32") for end, _ in ends}  # reduced in parallel
         factor = (Scalar(high[()]) - Scalar(low[()])) / 255.0
         offset = (-Scalar(low[()]) / Scalar(scale[()])).minimum(255.0).maximum(0.0).unary("round")
         stages = seq(
-            *(reduce(of_rows[end], x.shape[-1:], how, start, lambda *i: x[i]) for end, how in ends),
-            *(reduce(end, rows, how, start, lambda *i, end=end: of_rows[end][i]) for end, how in ends),
+            *(reduce(row_extrema[end], x.shape[-1:], combine, start, lambda *i: x[i]) for end, combine in ends),
+            *(reduce(end, rows, combine, start, lambda *i, end=end: row_extrema[end][i]) for end, combine in ends),
             Store(scale, (), select(factor.equals(0.0), 1.0, factor).value),
             Store(zero, (), offset.cast("uint8").value),
             compute(y, lambda *i: _quantized(Scalar(x[i]), Scalar(scale[()]), Scalar(zero[()]), "uint8").value),
         )
-        for buffer in (low, high, *of_rows.values()):
+        for buffer in (low, high, *row_extrema.values()):
             stages = Allocate(buffer, stages)
         return stages
 
@@ -303,7 +311,7 @@ _QUANTIZED_PAIR = ("x", "x_scale", "x_zero", "w", "w_scale", "w_zero", "y_scale"
 
 
 def _requantize(bb: BlockBuilder, total: Expr, scales: tuple[Expr, Expr], y: tuple[Expr, Expr]) -> Expr:
-    """An int32 sum of products as a quantized tensor; the scales broadcast to it."""
+    """Requantize an int32 sum of products; the scales broadcast to it."""
     factor = emit_op(bb, "multiply", *scales)
     wide = emit_op(bb, "multiply", emit_op(bb, "cast", total, dtype="float32"), factor)
     return get_op("quantize_linear")(wide, *y)
@@ -311,7 +319,7 @@ def _requantize(bb: BlockBuilder, total: Expr, scales: tuple[Expr, Expr], y: tup
 
 @register
 class QlinearMatmul(Op):
-    """The matrix product of quantized tensors, quantized again.
+    """Matrix product of quantized tensors with quantized result.
 
     x_scale and x_zero are scalars or one value per row of x, w_scale and w_zero scalars or one value per column of w.
     """
@@ -346,7 +354,7 @@ class QlinearMatmul(Op):
 
 @register
 class QlinearConv(Convolution):
-    """The convolution of quantized tensors plus an int32 bias (scaled by x_scale * w_scale), quantized again.
+    """Convolution of quantized tensors with quantized result, plus an int32 bias of scale x_scale * w_scale.
 
     w_scale and w_zero are scalars or one value per channel of the result.
     """

@@ -1,8 +1,8 @@
-"""LSTM, GRU and plain RNN, with ONNX's semantics.
+"""LSTM, GRU and plain RNN with the semantics of ONNX.
 
-Each is composed of one matrix product that projects all time steps at once, and for each direction a *scan*: an op
+A layer is composed of one matrix product, which projects all time steps at once, and a *scan* per direction: an op
 whose program is a serial loop over time around a small matrix product of the state. The composition is written once,
-over an `Ops`, and runs on expressions (decompose) as well as on arrays (reference).
+for an `Ops`, and runs on expressions (decompose) as well as on arrays (reference).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from relaxlite.ir.types import TensorType, TupleType, Type
 
 
 class Ops:
-    """Runs ops on expressions: binds calls through a builder."""
+    """Interface of the composition: runs ops on expressions, emitting calls by a builder."""
 
     def __init__(self, bb: BlockBuilder) -> None:
         self.bb = bb
@@ -40,7 +40,7 @@ class Ops:
 
 
 class ArrayOps(Ops):
-    """Runs the references of ops on arrays."""
+    """Runs the references of ops on NumPy arrays."""
 
     def __init__(self) -> None:
         pass
@@ -61,23 +61,23 @@ def _part(ops: Ops, x: Any, axis: int, begin: Any, size: Any) -> Any:
 
 
 def _direction(ops: Ops, x: Any, d: int) -> Any:
-    """x[d], of a weight whose first dimension is the direction."""
+    """Slice x[d] of a weight whose first dimension is the direction."""
     shape = tuple(ops.shape(x))
     return ops.run("reshape", x if as_int(shape[0]) == 1 else _part(ops, x, 0, d, 1), shape[1:])
 
 
 class _Recurrent(Op):
-    """What the three share: directions, shapes, and the composition around the scan."""
+    """Base of the recurrent layers: directions, shapes, and the composition around the scan."""
 
     gates: ClassVar[int]
     states: ClassVar[int]
     attrs: ClassVar[Mapping[str, Attr]] = {
         "direction": Attr("str", "forward", ("forward", "reverse", "bidirectional")),
-        "activations": Attr("str", ""),  # names of unary ops, comma-separated, for each direction in turn
+        "activations": Attr("str", ""),  # names of unary ops, comma-separated, direction by direction
         "alphas": Attr("floats", None),  # one per activation
         "betas": Attr("floats", None),
         "clip": Attr("float", None),
-        "layout": Attr("int", 0, (0, 1)),  # 1: the batch is the first dimension of x and of every result
+        "layout": Attr("int", 0, (0, 1)),  # 1: batch is the first dimension of x and of all results
     }
     default_activations: ClassVar[tuple[str, ...]]
 
@@ -90,12 +90,12 @@ class _Recurrent(Op):
         state = (batch, sym(count), hidden) if layout else (sym(count), batch, hidden)
         expected = [shapes[0], (count, rows, (shapes[0] or (sym(0),))[-1]), (count, rows, hidden), (count, rows * 2)]
         expected += [state] * self.states + [(batch,), (count, hidden * 3)]
-        for result, wanted, name in zip(shapes, expected, self.names(), strict=False):
+        for shape, wanted, name in zip(shapes, expected, self.names(), strict=False):
             dims = tuple(map(sym, wanted))
-            if name == "x" and len(result) != 3:
+            if name == "x" and len(shape) != 3:
                 self.fail(f"x must be (time, batch, input), got {xt}")
-            if len(result) != len(dims) or any(map(PROVER.can_prove_ne, result, dims)):
-                self.fail(f"{name} must have shape {format_shape(dims)}, got {format_shape(result)}")
+            if len(shape) != len(dims) or any(map(PROVER.can_prove_ne, shape, dims)):
+                self.fail(f"{name} must have shape {format_shape(dims)}, got {format_shape(shape)}")
         if not dtypes.is_float(xt.dtype):
             self.fail(f"x must be of a float dtype, got {xt.dtype}")
         self.per_direction(count, attrs)
@@ -103,27 +103,34 @@ class _Recurrent(Op):
         return TupleType((TensorType.of(y, xt.dtype), *[TensorType.of(state, xt.dtype)] * self.states))
 
     def names(self) -> tuple[str, ...]:
+        """Names of the operands."""
         return tuple(name.rstrip("?") for name in self.operands)
 
     def per_direction(self, count: int, attrs: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The activation attributes of each direction's scan."""
+        """Activation attributes of the scan of each direction; fails if they are not valid."""
         size = len(self.default_activations)
-        given = attrs["activations"].split(",") if attrs["activations"] else list(self.default_activations) * count
-        if len(given) != size * count or any(name not in ACTIVATIONS for name in given):
+        activations = (
+            attrs["activations"].split(",") if attrs["activations"] else list(self.default_activations) * count
+        )
+        if len(activations) != size * count or any(name not in ACTIVATIONS for name in activations):
             self.fail(f"activations must be {size * count} of {', '.join(ACTIVATIONS)}, got {attrs['activations']!r}")
         values: dict[str, Sequence[float]] = {}
         for k, name in enumerate(("alphas", "betas")):
-            values[name] = attrs[name] or [PARAMETERS.get(activation, (0.0, 0.0))[k] for activation in given]
-            if len(values[name]) != len(given):
-                self.fail(f"{name} must have one value for each of the {len(given)} activations, got {attrs[name]}")
-        result = []
+            values[name] = attrs[name] or [PARAMETERS.get(activation, (0.0, 0.0))[k] for activation in activations]
+            if len(values[name]) != len(activations):
+                self.fail(
+                    f"{name} must have one value for each of the {len(activations)} activations, got {attrs[name]}"
+                )
+        direction_attrs = []
         for part in (slice(d * size, (d + 1) * size) for d in range(count)):
-            names = ",".join(given[part])
-            result.append({"activations": names, "alphas": values["alphas"][part], "betas": values["betas"][part]})
-        return result
+            names = ",".join(activations[part])
+            direction_attrs.append(
+                {"activations": names, "alphas": values["alphas"][part], "betas": values["betas"][part]}
+            )
+        return direction_attrs
 
     def compose(self, ops: Ops, x: Any, w: Any, r: Any, b: Any, *rest: Any, attrs: Mapping[str, Any]) -> list[Any]:
-        """[y, final states...]"""
+        """Run the layer: [y, final states...]."""
         states, extra = list(rest[: self.states]), rest[self.states :]
         lengths, more = (extra[0] if extra else None), extra[1:]
         if attrs["layout"]:
@@ -157,7 +164,7 @@ class _Recurrent(Op):
     def scan_operands(
         self, ops: Ops, projected: Any, r: Any, b: Any, states: Sequence[Any], lengths: Any, more: Sequence[Any], d: int
     ) -> list[Any]:
-        """Of one direction: the gates with both biases added, r transposed, states, lengths."""
+        """Operands of the scan of direction d: gates plus both biases, r transposed, states, lengths."""
         rows = ops.shape(b)[1] // 2
         bias = _direction(ops, b, d)
         both = ops.run("add", _part(ops, bias, 0, 0, rows), _part(ops, bias, 0, rows, rows))
@@ -166,6 +173,7 @@ class _Recurrent(Op):
         return [gates, recurrent, *(_direction(ops, s, d) for s in states), *([] if lengths is None else [lengths])]
 
     def scan_attrs(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """Attributes of the scan that only this kind of layer has."""
         return {}
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
@@ -202,11 +210,11 @@ class _Recurrent(Op):
 
 @register
 class Lstm(_Recurrent):
-    """A long short-term memory: (y (t, d, b, h), final h (d, b, h), final c (d, b, h)), d directions.
+    """Long short-term memory: (y (t, d, b, h), final h (d, b, h), final c (d, b, h)), d directions.
 
     x (t, b, i), w (d, 4 h, i), r (d, 4 h, h), b (d, 8 h) with gates in the order input, output, forget, cell; states
     (d, b, h); lengths (b,) of the sequences; peepholes (d, 3 h) for input, output, forget, after lengths.
-    quantize_state: before r multiplies the state, it is quantized to 8 bits by its range, and back, in its own dtype.
+    quantize_state: the state is fake-quantized to 8 bits by its range, in its own dtype, before r multiplies it.
     """
 
     name = "lstm"
@@ -235,7 +243,7 @@ class Lstm(_Recurrent):
 
 @register
 class Gru(_Recurrent):
-    """A gated recurrent unit: (y (t, d, b, h), final h (d, b, h)), gates in the order update, reset, hidden.
+    """Gated recurrent unit: (y (t, d, b, h), final h (d, b, h)), gates in the order update, reset, hidden.
 
     x (t, b, i), w (d, 3 h, i), r (d, 3 h, h), b (d, 6 h), initial_h (d, b, h), lengths (b,) of the sequences.
     """
@@ -249,7 +257,7 @@ class Gru(_Recurrent):
     def scan_operands(
         self, ops: Ops, projected: Any, r: Any, b: Any, states: Sequence[Any], lengths: Any, more: Sequence[Any], d: int
     ) -> list[Any]:
-        """The recurrent bias goes to the scan, which adds it to the product of the state, ahead of the reset gate."""
+        """Operands of the scan, including the recurrent bias, which it adds before the reset gate."""
         bias, rows = _direction(ops, b, d), ops.shape(b)[1] // 2
         gates = ops.run("add", projected, _part(ops, bias, 0, 0, rows))
         weights = ops.run("transpose", _direction(ops, r, d), axes=(1, 0))
@@ -266,7 +274,7 @@ class Gru(_Recurrent):
 
 @register
 class Rnn(_Recurrent):
-    """A plain recurrent net, h = f(W x + R h + b): (y (t, d, b, h), final h (d, b, h)).
+    """Plain recurrent layer, h = f(W x + R h + b): (y (t, d, b, h), final h (d, b, h)).
 
     x (t, b, i), w (d, h, i), r (d, h, h), b (d, 2 h), initial_h (d, b, h), lengths (b,) of the sequences.
     """

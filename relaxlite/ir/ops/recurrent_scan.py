@@ -1,7 +1,7 @@
-"""The loops over time of LSTM, GRU and RNN, one direction each: see ops/recurrent.py.
+"""Scans, the loops over time of one direction of LSTM, GRU and RNN (ops/recurrent.py).
 
 `gates` (t, b, gates * h) are the projections of every step with their biases, `r` (h, gates * h) multiplies the state.
-A step t at or after lengths[b] leaves the state of b as it is and yields 0. With `reverse`, time runs from the end.
+A step t >= lengths[b] leaves the state of sequence b unchanged and yields 0. With `reverse`, time runs backwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Activation = Callable[[Any], Any]
 
 
 def _activation(name: str, alpha: float, beta: float, *, on_arrays: bool) -> Activation:
-    """An activation on Scalars or on arrays: mostly the formula of the unary op of this name."""
+    """Activation function on Scalars or on arrays: the formula of the unary op of this name, if there is one."""
     if name == "affine":
         return lambda x: x * alpha + beta
     if name == "scaled_tanh":
@@ -47,7 +47,7 @@ def _limited(f: Activation, limit: Activation, x: Any) -> Any:
 
 
 class _Scan(Op):
-    """What the scans share."""
+    """Base of the scans."""
 
     attrs: ClassVar[Mapping[str, Attr]] = {
         "activations": Attr("str"), "alphas": Attr("floats"), "betas": Attr("floats"), "clip": Attr("float", None),
@@ -65,16 +65,16 @@ class _Scan(Op):
         return TupleType((TensorType.of((steps, batch, hidden), ty.dtype), *[state] * self.states))
 
     def functions(self, attrs: Mapping[str, Any], *, on_arrays: bool) -> list[Activation]:
-        """The activations, those of the gates after clipping (not the third of LSTM, which is applied to the cell)."""
+        """Activation functions, after clipping except for the third of LSTM, which is applied to the cell."""
         names, clip = attrs["activations"].split(","), attrs["clip"]
-        given = zip(names, attrs["alphas"], attrs["betas"], strict=True)
-        result = [_activation(name, alpha, beta, on_arrays=on_arrays) for name, alpha, beta in given]
+        specs = zip(names, attrs["alphas"], attrs["betas"], strict=True)
+        functions = [_activation(name, alpha, beta, on_arrays=on_arrays) for name, alpha, beta in specs]
 
         def limit(x: Any) -> Any:
             return np.clip(x, -clip, clip) if on_arrays else x.minimum(clip).maximum(-clip)
 
-        clipped = [partial(_limited, f, limit) for f in result[:2]]
-        return result if clip is None else [*clipped, *result[2:]]
+        clipped = [partial(_limited, f, limit) for f in functions[:2]]
+        return functions if clip is None else [*clipped, *functions[2:]]
 
     def reference(self, gates: Any, r: Any, *rest: Any, **attrs: Any) -> Any:
         *states, lengths = self.split(rest)
@@ -89,18 +89,18 @@ class _Scan(Op):
         return (y, *(state.astype(gates.dtype) for state in states))
 
     def split(self, rest: tuple[Any, ...]) -> tuple[Any, ...]:
-        """(states..., lengths or None) of the operands after r."""
+        """Split the operands after r into (states..., lengths or None)."""
         return (*rest[: self.states], rest[self.states] if len(rest) > self.states else None)
 
     def step(
         self, gates: Any, r: Any, states: list[Any], rest: tuple[Any, ...], f: list[Activation], attrs: Any
     ) -> list[Any]:
-        """The states after one step, in NumPy."""
+        """Compute the states after one step in NumPy."""
         raise TypeError(f"op {self.name} declares no step")
 
 
 class _Loop:
-    """Builds the statements of one step: `at` is the step's place in time, and `y` and `states` are the outputs."""
+    """Builder of the statements of one step; `at` is the position in time, `y` and `states` are the outputs."""
 
     def __init__(
         self, t: SymVar, gates: Buffer, out: tuple[Buffer, ...], lengths: Buffer | None, reverse: bool
@@ -113,7 +113,7 @@ class _Loop:
         return Scalar(self.gates[self.at, b, g])
 
     def update(self, state: Buffer, value: Callable[[SymExpr, SymExpr], Scalar]) -> Stmt:
-        """state[b, j] = value(b, j), unless the sequence b has ended."""
+        """Build state[b, j] = value(b, j), unless sequence b has ended."""
 
         def new(b: SymExpr, j: SymExpr) -> Value:
             if self.lengths is None:
@@ -127,7 +127,7 @@ class _Loop:
         return index(self.t) < Scalar(self.lengths[b]).cast("int64")
 
     def emit(self) -> Stmt:
-        """y[at] = the state h, 0 after the end of a sequence."""
+        """Build y[at] = h, 0 after the end of a sequence."""
         h = self.states[0]
         zero = Scalar(literal(0.0, h.dtype))
 
@@ -137,8 +137,8 @@ class _Loop:
 
         return loops("bj", h.shape, lambda b, j: Store(self.y, (self.at, b, j), value(b, j)))
 
-    def rounded(self, out: Buffer, state: Buffer, low: Buffer, high: Buffer) -> Stmt:
-        """out = the state rounded to 256 levels that span its values and 0, as dynamic_quantize_linear has them."""
+    def fake_quantize(self, out: Buffer, state: Buffer, low: Buffer, high: Buffer) -> Stmt:
+        """Build out = the state fake-quantized to 8 bits by its range, as by `dynamic_quantize_linear`."""
         span = (Scalar(high[()]) - Scalar(low[()])) / 255.0
         scale = select(span.equals(0.0), 1.0, span)
         zero = (-Scalar(low[()]) / scale).minimum(255.0).maximum(0.0).unary("round")
@@ -155,7 +155,7 @@ class _Loop:
     def product(
         self, out: Buffer, left: Buffer, right: Buffer, offset: SymExpr | int, finish: Callable[..., Scalar]
     ) -> Stmt:
-        """out[b, g] = finish(sum over k of left[b, k] * right[k, offset + g], b, g)"""
+        """Build out[b, g] = finish(sum over k of left[b, k] * right[k, offset + g], b, g)."""
         zero = identity("add", out.dtype)
 
         def term(b: SymVar, g: SymVar, k: SymVar) -> Value:
@@ -165,7 +165,7 @@ class _Loop:
 
 
 def _scan(out: tuple[Buffer, ...], initial: Iterable[Buffer], gates: Buffer, step: Callable[[SymVar], Stmt]) -> Stmt:
-    """The states copied to their outputs, then the loop over time."""
+    """Copy the initial states to their outputs, then loop over time."""
     copies = [compute(state, lambda b, j, x=x: x[b, j]) for state, x in zip(out[1:], initial, strict=True)]
     return seq(*copies, loops("t", gates.shape[:1], step))
 
@@ -178,7 +178,7 @@ def _checks(
     lengths: Buffer | None,
     *more: tuple[SymExpr, SymExpr],
 ) -> tuple[Stmt, ...]:
-    """That everything is of as many sequences, and as wide, as the gates and r."""
+    """Run-time checks that all operands have the batch size of the gates and the widths of r."""
     batch, hidden = gates.shape[1], r.shape[0]
     ends = [] if lengths is None else [(lengths.shape[0], batch)]
     begins = [pair for state in states for pair in zip(state.shape, (batch, hidden), strict=True)]
@@ -190,7 +190,7 @@ def _checks(
 
 
 def _scan_samples(gates: int, operands: int, attrs: Mapping[str, Any]) -> Iterable[Sample]:
-    """With and without lengths; `operands` vectors or states after r."""
+    """Samples with and without lengths, for scans with `operands` vectors or states after r."""
     more = [("b", 2)] * operands
     kinds = ("float32",) * (2 + operands)
     yield Sample((("t", "b", gates * 2), (2, gates * 2), *more), attrs, kinds, tolerance=1e-4)
@@ -199,8 +199,8 @@ def _scan_samples(gates: int, operands: int, attrs: Mapping[str, Any]) -> Iterab
     yield Sample(shapes, {**attrs, "reverse": True, "clip": 0.7}, (*kinds, "int32"), {2 + operands: draw}, 1e-4)
 
 
-def _rounded(state: Any) -> Any:
-    """What `_Loop.rounded` stores, in NumPy, of a float64 state in float64."""
+def _fake_quantize(state: Any) -> Any:
+    """Fake-quantize a state as `_Loop.rounded` does, in NumPy; a float64 state in float64."""
     if state.dtype.name in HALF:
         state = state.astype(np.float32)
     number = state.dtype.type
@@ -213,9 +213,9 @@ def _rounded(state: Any) -> Any:
 
 @register
 class LstmScan(_Scan):
-    """(y (t, b, h), final h (b, h), final c (b, h)) of one direction; gates: input, output, forget, cell.
+    """One direction of an LSTM: (y (t, b, h), final h (b, h), final c (b, h)); gates input, output, forget, cell.
 
-    quantize_state: before r multiplies the state, it is quantized to 8 bits by its range, and back, in its own dtype.
+    quantize_state: the state is fake-quantized to 8 bits by its range, in its own dtype, before r multiplies it.
     """
 
     name = "lstm_scan"
@@ -238,7 +238,7 @@ class LstmScan(_Scan):
         def step(t: SymVar) -> Stmt:
             loop = _Loop(t, gates, out, lengths, attrs["reverse"])
             state, cell = loop.states
-            rounding = (loop.rounded(rounded, state, low, high),) if attrs["quantize_state"] else ()
+            rounding = (loop.fake_quantize(rounded, state, low, high),) if attrs["quantize_state"] else ()
 
             def gate(k: int, b: SymExpr, j: SymExpr, peep: int | None) -> Scalar:
                 result = Scalar(z[b, j + hidden * k])
@@ -269,7 +269,7 @@ class LstmScan(_Scan):
     ) -> list[Any]:
         (state, cell), hidden = states, r.shape[0]
         if attrs["quantize_state"]:
-            state = _rounded(state)
+            state = _fake_quantize(state)
         enter, leave, forget, new = np.split(gates + state @ r, 4, axis=1)
         peep = rest[3].reshape(3, hidden) if len(rest) > 3 else np.zeros((3, hidden), gates.dtype)
         enter = f[0](enter + peep[0] * cell)
@@ -281,13 +281,13 @@ class LstmScan(_Scan):
         names = {"activations": "sigmoid,tanh,tanh", "alphas": (0.0,) * 3, "betas": (0.0,) * 3}
         yield from _scan_samples(4, 2, names)
         (plain, _) = _scan_samples(4, 2, {**names, "quantize_state": True})
-        yield replace(plain, tolerance=0.02)  # a value between two levels may go either way
+        yield replace(plain, tolerance=0.02)  # rounding of a value halfway between two levels may differ
         yield replace(plain, dtypes=("float64",) * len(plain.shapes), tolerance=1e-12)
 
 
 @register
 class GruScan(_Scan):
-    """(y (t, b, h), final h (b, h)) of one direction; gates in the order update, reset, hidden.
+    """One direction of a GRU: (y (t, b, h), final h (b, h)); gates update, reset, hidden.
 
     bias (3 h,) is added to the product of the state.
     """
@@ -323,8 +323,8 @@ class GruScan(_Scan):
             update = loop.update(state, blend)
             if attrs["linear_before_reset"]:
                 return seq(gate, loop.product(new, state, r, hidden * 2, candidate), update, loop.emit())
-            kept = compute(reset, lambda b, j: (Scalar(z[b, j + hidden]) * Scalar(state[b, j])).value)
-            return seq(gate, kept, loop.product(new, reset, r, hidden * 2, candidate), update, loop.emit())
+            reset_state = compute(reset, lambda b, j: (Scalar(z[b, j + hidden]) * Scalar(state[b, j])).value)
+            return seq(gate, reset_state, loop.product(new, reset, r, hidden * 2, candidate), update, loop.emit())
 
         wide = [(r.shape[1], hidden * 3), (bias.shape[0], hidden * 3)]
         checks = _checks(self.name, gates, r, (h0,), lengths, *wide)
@@ -357,7 +357,7 @@ class GruScan(_Scan):
 
 @register
 class RnnScan(_Scan):
-    """(y (t, b, h), final h (b, h)) of one direction: h = f(gates + h @ r)."""
+    """One direction of an RNN, h = f(gates + h @ r): (y (t, b, h), final h (b, h))."""
 
     name = "rnn_scan"
     operands = ("gates", "r", "h", "lengths?")

@@ -1,4 +1,4 @@
-"""Activations rounded in blocks of few bits, for products in integers with weights in blocks (block_quantized.py)."""
+"""Blockwise quantization of activations, for integer products with blocked weights (block_quantized.py)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from relaxlite.ir.program import Allocate, Buffer, Intrinsic, Stmt, Store, Value
 from relaxlite.ir.symbolic import IntLike, SymExpr, as_int, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
 
-GREATEST = 127  # of a rounded activation
+MAX_CODE = 127  # largest magnitude of an int8 activation
 LOW_BITS = (0, 4, 8)
 ROTATIONS = (1, 2, 4, 8, 16)
-MIN_TOP = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
+MIN_BLOCK_MAX = 1e-36  # a block of smaller numbers is rounded to 0: the inverse of its scale would be infinite
 
 
 @register
 class QuantizeBlocks(Op):
-    """Rows of x float32 (m, k) rounded in blocks of `block` along k: (codes int8 (k / block, m, c), scales float32
-    (k / block, m), sums int32 (k / block, m)), with c = block, or 2 * block where there are low bits.
+    """Quantize rows of x float32 (m, k) in blocks of `block` along k: (codes, scales, sums).
 
-    With a `rotation` of T > 1, what is rounded are x's quads mixed by H, and sums int32 (2, k / block, m) are those of
-    the first of each T quads, which are the sums of x, and those of all.
+    codes int8 (k / block, m, c): c = block bytes, or with low bits c = 2 * block, high bytes before low bytes; an
+    integer is high * 2**low_bits + low. scales float32 (k / block, m): largest magnitude / (127 * 2**low_bits). sums
+    int32 (k / block, m): the sum of the integers of a block, for zero points and offsets of the weight.
 
-    An integer is high * 2**low_bits + low, a scale the block's largest magnitude / (127 * 2**low_bits). First come the
-    high bytes of a block, then the low ones. `sums` are those of the integers, for a zero point or offset of what they
-    are multiplied by. NaN and infinity are in the scale, and so in all that the block is multiplied by; its integers
-    are 0 then, as where nothing is as large as 1e-36.
+    With a `rotation` of T > 1, the dp4a groups of x are transformed T at a time by a Walsh-Hadamard matrix first, and
+    sums int32 (2, k / block, m) are over the first group of every T, which are the sums of x, and over all groups.
+
+    NaN and infinity are propagated by the scale; the integers of their blocks are 0, as those of blocks below 1e-36.
     """
 
     name = "quantize_blocks"
@@ -61,24 +61,26 @@ class QuantizeBlocks(Op):
 
     def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer], block: int, low_bits: int, rotation: int) -> Stmt:
         codes, scales, sums = out
-        top, factor = Buffer("top", (), "float32", "local"), Buffer("factor", (), "float32", "local")
+        block_max, factor = Buffer("top", (), "float32", "local"), Buffer("factor", (), "float32", "local")
         total, numbers = Buffer("total", (), "int32", "local"), Buffer("numbers", (sym(block),), "int32", "local")
         mixed = Buffer("mixed", (sym(block),), "float32", "local")
         unit = 1 << low_bits
 
-        def of_block(i: SymExpr, g: SymExpr) -> Stmt:
-            def given(b: SymExpr) -> Value:
+        def quantize_block(i: SymExpr, g: SymExpr) -> Stmt:
+            def source(b: SymExpr) -> Value:
                 return mixed[(b,)] if rotation > 1 else x[i, g * block + b]
 
-            def mix(first: SymExpr, b: SymExpr) -> Stmt:
-                places = [first * (rotation * DP4A_BYTES) + q * DP4A_BYTES + b for q in range(rotation)]
-                quads = rotated([Scalar(x[i, g * block + at]) for at in places])
-                return seq(*(Store(mixed, (at,), quad.value) for at, quad in zip(places, quads, strict=True)))
+            def transform(first: SymExpr, b: SymExpr) -> Stmt:
+                positions = [first * (rotation * DP4A_BYTES) + q * DP4A_BYTES + b for q in range(rotation)]
+                transformed = rotated([Scalar(x[i, g * block + at]) for at in positions])
+                return seq(
+                    *(Store(mixed, (at,), value.value) for at, value in zip(positions, transformed, strict=True))
+                )
 
             def number(b: SymExpr) -> Stmt:
-                scaled = Scalar(given(b)) * Scalar(factor[()]) * float(unit)
-                nearest = Scalar(Intrinsic(ROUND_TO_INT32, (scaled.value,), "int32"))  # no number is near its limits
-                return Store(numbers, (b,), select(scaled.compare("eq", scaled), nearest, 0).value)
+                scaled = Scalar(source(b)) * Scalar(factor[()]) * float(unit)
+                rounded = Scalar(Intrinsic(ROUND_TO_INT32, (scaled.value,), "int32"))  # never near the limits of int32
+                return Store(numbers, (b,), select(scaled.compare("eq", scaled), rounded, 0).value)
 
             def high(b: SymExpr) -> Scalar:
                 whole = Scalar(numbers[(b,)])
@@ -90,13 +92,16 @@ class QuantizeBlocks(Op):
             def bytes_of(part: Callable[[SymExpr], Scalar], start: int) -> Stmt:
                 return loops("b", (sym(block),), lambda b: Store(codes, (g, i, b + start), part(b).cast("int8").value))
 
-            greatest, width = Scalar(top[()]), (sym(block),)
-            scale = greatest / float(GREATEST * unit * rotation)
-            inverse = select(greatest >= MIN_TOP, Scalar(literal(float(GREATEST), "float32")) / greatest, 0.0)
+            greatest, width = Scalar(block_max[()]), (sym(block),)
+            scale = greatest / float(MAX_CODE * unit * rotation)
+            inverse = select(greatest >= MIN_BLOCK_MAX, Scalar(literal(float(MAX_CODE), "float32")) / greatest, 0.0)
             groups = block // (rotation * DP4A_BYTES)
             return seq(
-                *(loops("b", (sym(DP4A_BYTES),), partial(mix, sym(t))) for t in range(groups if rotation > 1 else 0)),
-                reduce(top, width, "max", literal(0.0, "float32"), lambda b: Scalar(given(b)).abs().value),
+                *(
+                    loops("b", (sym(DP4A_BYTES),), partial(transform, sym(t)))
+                    for t in range(groups if rotation > 1 else 0)
+                ),
+                reduce(block_max, width, "max", literal(0.0, "float32"), lambda b: Scalar(source(b)).abs().value),
                 Store(scales, (g, i), scale.value),
                 Store(factor, (), inverse.value),
                 loops("b", width, number),
@@ -114,22 +119,22 @@ class QuantizeBlocks(Op):
             of_first = reduce(total, first, "add", zero, lambda t, b: numbers[(t * step + b,)])
             return [of_first, Store(sums, (sym(0), g, i), total[()]), of_all, Store(sums, (sym(1), g, i), total[()])]
 
-        buffers = (top, factor, total, numbers, *([mixed] if rotation > 1 else []))
-        return loops("ig", scales.shape[::-1], lambda i, g: _local(buffers, of_block(i, g)))
+        buffers = (block_max, factor, total, numbers, *([mixed] if rotation > 1 else []))
+        return loops("ig", scales.shape[::-1], lambda i, g: _allocate(buffers, quantize_block(i, g)))
 
     def reference(self, x: Any, *, block: int, low_bits: int, rotation: int) -> Any:
         blocks = x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
-        quads = blocks.reshape(*blocks.shape[:2], block // (rotation * DP4A_BYTES), rotation, DP4A_BYTES)
-        blocks = np.stack(rotated([quads[..., q, :] for q in range(rotation)]), axis=-2).reshape(blocks.shape)
+        groups = blocks.reshape(*blocks.shape[:2], block // (rotation * DP4A_BYTES), rotation, DP4A_BYTES)
+        blocks = np.stack(rotated([groups[..., group, :] for group in range(rotation)]), axis=-2).reshape(blocks.shape)
         with np.errstate(all="ignore"):
-            top = np.abs(blocks).max(axis=2, initial=0)
-            factor = np.where(top >= np.float32(MIN_TOP), np.float32(GREATEST) / top, np.float32(0))
+            block_max = np.abs(blocks).max(axis=2, initial=0)
+            factor = np.where(block_max >= np.float32(MIN_BLOCK_MAX), np.float32(MAX_CODE) / block_max, np.float32(0))
             scaled = blocks * factor[..., None]
             numbers = cast_array(np.rint(scaled * np.float32(1 << low_bits)), "int32")
         high = (numbers + (1 << low_bits) // 2) >> low_bits
-        pieces = [high, numbers - (high << low_bits)][: 2 if low_bits else 1]
-        scales = (top / np.float32((GREATEST << low_bits) * rotation)).astype(np.float32)
-        return np.concatenate(pieces, axis=2).astype(np.int8), scales, sums_of(numbers, rotation)
+        code_bytes = [high, numbers - (high << low_bits)][: 2 if low_bits else 1]
+        scales = (block_max / np.float32((MAX_CODE << low_bits) * rotation)).astype(np.float32)
+        return np.concatenate(code_bytes, axis=2).astype(np.int8), scales, sums_of(numbers, rotation)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", 64),), {"block": 32})
@@ -141,30 +146,32 @@ class QuantizeBlocks(Op):
 
 
 def sums_shape(blocks: tuple[IntLike, IntLike], rotation: int) -> tuple[IntLike, ...]:
+    """Shape of the sums of `quantize_blocks`; blocks: (k / block, m)."""
     return blocks if rotation == 1 else (2, *blocks)
 
 
 def sums_of(numbers: Array, rotation: int) -> Array:
-    """Of rounded blocks (..., block): what quantize_blocks gives beside them."""
-    every: Array = numbers.sum(axis=-1).astype(np.int32)
+    """Compute the sums of `quantize_blocks` for integers (..., block) in NumPy."""
+    all_sums: Array = numbers.sum(axis=-1).astype(np.int32)
     if rotation == 1:
-        return every
-    quads = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // (rotation * DP4A_BYTES), rotation, DP4A_BYTES)
-    return np.stack([quads[..., 0, :].sum(axis=(-2, -1)).astype(np.int32), every])
+        return all_sums
+    groups = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // (rotation * DP4A_BYTES), rotation, DP4A_BYTES)
+    return np.stack([groups[..., 0, :].sum(axis=(-2, -1)).astype(np.int32), all_sums])
 
 
 def bytes_of_block(block: int, low_bits: int) -> int:
-    """Of a rounded block."""
+    """Number of code bytes of a quantized block."""
     return 2 * block if low_bits else block
 
 
 def integers_of(codes: Array, block: int, low_bits: int) -> Array:
-    """The integers that rounded blocks (..., bytes) stand for, int64 (..., block)."""
+    """Decode the codes (..., bytes) of quantized blocks to integers, int64 (..., block)."""
     high = codes[..., :block].astype(np.int64)
     return high * (1 << low_bits) + codes[..., block:] if low_bits else high
 
 
-def _local(buffers: tuple[Buffer, ...], body: Stmt) -> Stmt:
+def _allocate(buffers: tuple[Buffer, ...], body: Stmt) -> Stmt:
+    """Allocate buffers around a statement."""
     for buffer in reversed(buffers):
         body = Allocate(buffer, body)
     return body
