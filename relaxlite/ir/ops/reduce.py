@@ -1,7 +1,7 @@
-"""Reductions over axes, arg-reductions and running sums.
+"""Reductions over axes, arg-reductions and cumulative sums and products.
 
-`axes=None` reduces every axis, `axes=()` none. Half-precision floats are accumulated in float32. An empty reduction
-yields the identity of its operation: 0, 1, or for max and min the least and greatest value of the dtype.
+`axes=None` reduces every axis, `axes=()` none. Half-precision floats accumulate in float32. An empty reduction yields
+the identity of its operation: 0, 1, or for max and min the least and greatest value of the dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REDUCTION_ATTRS = {"axes": Attr("ints", None), "keepdims": Attr("bool", False)}
 
 
 def normalize_axes(op: Op, axes: tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
-    """Axes in 0..rank-1, in order; None means all of them."""
+    """Normalize axes to ascending numbers in 0..rank-1, None to all axes; fail the op if they are invalid."""
     if axes is None:
         return tuple(range(rank))
     for axis in axes:
@@ -42,32 +42,34 @@ def normalize_axes(op: Op, axes: tuple[int, ...] | None, rank: int) -> tuple[int
 
 
 def normalize_axis(op: Op, axis: int, rank: int) -> int:
+    """Normalize an axis to 0..rank-1; fail the op if it does not exist."""
     return normalize_axes(op, (axis,), rank)[0]
 
 
 def reduced_shape(shape: tuple[SymExpr, ...], axes: tuple[int, ...], keepdims: bool) -> tuple[SymExpr, ...]:
-    kept = [(sym(1) if k in axes else dim) for k, dim in enumerate(shape) if keepdims or k not in axes]
-    return tuple(kept)
+    """Shape after a reduction over axes."""
+    dims = [(sym(1) if k in axes else dim) for k, dim in enumerate(shape) if keepdims or k not in axes]
+    return tuple(dims)
 
 
 def reduce_axes(
     out: Buffer, x: Buffer, axes: tuple[int, ...], keepdims: bool, combine: str, value: Callable[..., Value],
     init: Value | None = None, finish: Callable[..., Value] = lambda total, *i: total,
 ) -> Stmt:  # fmt: skip
-    """out = finish(combine of value(*indices of x) over the axes)."""
+    """Build out = finish(combine of value(*indices of x) over the axes)."""
     rank = len(x.shape)
     outer = len(out.shape)
 
     def at_indices(*i: SymExpr) -> Value:
-        kept, inner = list(i[:outer]), list(i[outer:])
+        outer_indices, reduced_indices = list(i[:outer]), list(i[outer:])
         where = []
         for axis in range(rank):
             if axis in axes:
-                where.append(inner.pop(0))
+                where.append(reduced_indices.pop(0))
                 if keepdims:
-                    kept.pop(0)
+                    outer_indices.pop(0)
             else:
-                where.append(kept.pop(0))
+                where.append(outer_indices.pop(0))
         return value(*where)
 
     start = init if init is not None else identity(combine, out.dtype)
@@ -75,8 +77,10 @@ def reduce_axes(
 
 
 def _accumulator(dtype: DType, is_finished: bool) -> DType:
-    """What elements are combined in. Integers wrap, which no later step may see: a total that is to be divided has 64
-    bits, as in NumPy."""
+    """Accumulator dtype of a reduction; `is_finished`: a function is applied to the total.
+
+    Integers wrap, which a division of the total would expose: such totals have 64 bits, as in NumPy.
+    """
     if dtype in HALF:
         return "float32"
     if is_finished and dtypes.is_integer(dtype):
@@ -85,7 +89,7 @@ def _accumulator(dtype: DType, is_finished: bool) -> DType:
 
 
 class ReduceOp(Op):
-    """Base of the rows: `combine` over the axes, `finish` on the result (given how many elements were combined)."""
+    """Reduction op: `combine` over the axes, then `finish(total, number of elements)`."""
 
     operands = ("x",)
     attrs = REDUCTION_ATTRS
@@ -124,8 +128,10 @@ class ReduceOp(Op):
         if function is None:
             return None
         over = normalize_axes(self, axes, x.ndim)
-        kept = [a for a in range(x.ndim) if a not in over]
-        rows = x.transpose((*kept, *over)).reshape([x.shape[a] for a in kept] + [math.prod(x.shape[a] for a in over)])
+        outer_axes = [a for a in range(x.ndim) if a not in over]
+        rows = x.transpose((*outer_axes, *over)).reshape(
+            [x.shape[a] for a in outer_axes] + [math.prod(x.shape[a] for a in over)]
+        )
         out = np.empty(rows.shape[:-1], dtype=object)
         for at in np.ndindex(out.shape):
             out[at] = function(rows[at])
@@ -157,17 +163,17 @@ def reduction(
     finish: Callable[[Scalar, SymExpr], Scalar] | None = None,
     symbolic: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Declare one row."""
-    declared = {
+    """Register a reduction op."""
+    members = {
         "name": name, "__doc__": doc, "combine": combine, "accepts": accepts, "numpy": staticmethod(numpy),
         "finish": None if finish is None else staticmethod(finish), "is_symbolic": symbolic is not None,
         "symbolic": None if symbolic is None else staticmethod(symbolic),
     }  # fmt: skip
-    register_op(type(f"Reduce_{name}", (ReduceOp,), declared)())
+    register_op(type(f"Reduce_{name}", (ReduceOp,), members)())
 
 
 def _divide(total: Scalar, count: SymExpr) -> Scalar:
-    """Integers divide towards zero; the mean of no integers is 0."""
+    """Divide a total by a count; integers round towards zero, and the mean of no integers is 0."""
     if dtypes.is_float(total.dtype):
         return total / index(count, total.dtype)
     return total.binary("truncdiv", index(smax(count, 1), total.dtype))
@@ -203,7 +209,7 @@ reduction("any", "Whether some element over axes is true.", "or", np.any, BOOL)
 
 
 class _ComposedReduction(Op):
-    """A reduction made of others: `compose(bb, x, axes=..., keepdims=...)`."""
+    """Reduction composed of other ops: `compose(bb, x, axes=..., keepdims=...)`."""
 
     operands = ("x",)
     attrs = REDUCTION_ATTRS
@@ -234,15 +240,15 @@ class _ComposedReduction(Op):
 def _composed(
     name: str, doc: str, compose: Callable[..., Expr], numpy: Callable[..., Any], accepts: tuple[DType, ...] = NUMBER
 ) -> None:
-    declared = {
+    members = {
         "name": name, "__doc__": doc, "accepts": accepts, "compose": staticmethod(compose),
         "numpy": staticmethod(numpy),
     }  # fmt: skip
-    register_op(type(f"Composed_{name}", (_ComposedReduction,), declared)())
+    register_op(type(f"Composed_{name}", (_ComposedReduction,), members)())
 
 
 def composed_in_float32(bb: BlockBuilder, x: Expr, compose: Callable[[Expr], Expr]) -> Expr:
-    """compose(x), for half-precision floats in float32 and rounded once: the square of 300 is no float16."""
+    """Emit compose(x), for half-precision floats in float32 and rounded once: 300 ** 2 overflows float16."""
     assert isinstance(x.ty, TensorType)
     if x.ty.dtype not in HALF:
         return compose(x)
@@ -269,7 +275,7 @@ def _log_sum(bb: BlockBuilder, x: Expr, **attrs: Any) -> Expr:
 
 
 def _log_sum_exp(bb: BlockBuilder, x: Expr, *, axes: tuple[int, ...] | None, keepdims: bool) -> Expr:
-    """log(sum(exp(x - m))) + m with m = max(x), 0 where that is infinite."""
+    """Emit log(sum(exp(x - m))) + m with m = max(x), or 0 where the maximum is infinite."""
     assert isinstance(x.ty, TensorType)
     top = _emit(bb, "max", x, axes=axes, keepdims=True)
     zero = np.zeros((), dtypes.to_numpy(x.ty.dtype))
@@ -302,7 +308,7 @@ _composed("log_sum_exp", "log(sum(exp(x))) over axes, without overflow", _log_su
 
 
 class _ArgReduce(Op):
-    """The position of the best element: first its value is found, then where it stands."""
+    """Base of argmax and argmin: reduce to the extreme value, then to the first or last index that has it."""
 
     operands = ("x",)
     attrs = {"axis": Attr("int", 0), "keepdims": Attr("bool", False), "select_last_index": Attr("bool", False)}
@@ -319,10 +325,10 @@ class _ArgReduce(Op):
         best = Buffer("best", reduced_shape(x.shape, (axis,), keepdims), x.dtype)
 
         def position(*i: SymExpr) -> Value:
-            kept = tuple((sym(0) if keepdims else None) if k == axis else e for k, e in enumerate(i))
-            value, top = Scalar(x[i]), Scalar(best[tuple(e for e in kept if e is not None)])
+            best_index = tuple((sym(0) if keepdims else None) if k == axis else e for k, e in enumerate(i))
+            value, top = Scalar(x[i]), Scalar(best[tuple(e for e in best_index if e is not None)])
             is_best = value.equals(top)
-            if dtypes.is_float(x.dtype):  # a NaN is best, as in NumPy
+            if dtypes.is_float(x.dtype):  # NaN wins, as in NumPy
                 is_best = is_best | value.unary("isnan")
             return select(is_best, index(i[axis]), index(-1 if select_last_index else x.shape[axis])).value
 
@@ -352,7 +358,7 @@ class _ArgReduce(Op):
 
 @register
 class ArgMax(_ArgReduce):
-    """The position of the maximum along an axis (int64); of several, the first, or the last."""
+    """Index (int64) of the first maximum along an axis, or with select_last_index of the last."""
 
     name = "argmax"
     combine = "max"
@@ -360,14 +366,14 @@ class ArgMax(_ArgReduce):
 
 @register
 class ArgMin(_ArgReduce):
-    """The position of the minimum along an axis (int64); of several, the first, or the last."""
+    """Index (int64) of the first minimum along an axis, or with select_last_index of the last."""
 
     name = "argmin"
     combine = "min"
 
 
 class _Scan(Op):
-    """A running reduction along one axis."""
+    """Base of cumulative reductions along one axis."""
 
     operands = ("x",)
     attrs = {"axis": Attr("int"), "exclusive": Attr("bool", False), "reverse": Attr("bool", False)}
@@ -416,7 +422,7 @@ class _Scan(Op):
 
 @register
 class CumSum(_Scan):
-    """The running sum along an axis; `exclusive` leaves the element itself out, `reverse` runs from the end."""
+    """Cumulative sum along an axis; `exclusive` leaves out the element itself, `reverse` starts from the end."""
 
     name = "cumsum"
     combine = "add"
@@ -424,7 +430,7 @@ class CumSum(_Scan):
 
 @register
 class CumProd(_Scan):
-    """The running product along an axis; `exclusive` leaves the element itself out, `reverse` runs from the end."""
+    """Cumulative product along an axis; `exclusive` leaves out the element itself, `reverse` starts from the end."""
 
     name = "cumprod"
     combine = "mul"

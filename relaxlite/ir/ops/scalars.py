@@ -1,9 +1,10 @@
-"""Scalar formulas in Python syntax: `Scalar` wraps a loop-level `Value` and gives it operators.
+"""Scalar formulas in Python syntax: `Scalar` gives operators to a loop-level `Value`.
 
     x = Scalar(buffer[i, j])
     compute(out, lambda *i: (0.5 * x * (1 + (x * 0.70710678).erf())).value)
 
-Numbers take the dtype of the other operand. `/` is true division; integers use `truncdiv`, `floordiv`, `floormod`.
+Python numbers take the dtype of the other operand. `/` is true division; integers use `truncdiv`, `floordiv`,
+`floormod`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HALF: tuple[DType, ...] = ("float16", "bfloat16")  # computed in float32, rounde
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scalar:
-    """A scalar value under construction; `value` is the IR node. Operators build new ones."""
+    """Expression builder around an IR value; operators return new Scalars."""
 
     value: Value
 
@@ -36,7 +37,7 @@ class Scalar:
         return self.value.dtype
 
     def wrap(self, other: Operand) -> Value:
-        """`other` as a value of this one's dtype."""
+        """Convert an operand to an IR value, numbers to the dtype of this Scalar."""
         if isinstance(other, Scalar):
             return other.value
         return IndexValue(other, self.dtype) if isinstance(other, SymExpr) else literal(other, self.dtype)
@@ -108,7 +109,7 @@ class Scalar:
         return self.binary("or", other)
 
     def __invert__(self) -> Scalar:
-        """Logical not."""
+        """Logical not, of a bool."""
         return self.unary("not")
 
     def minimum(self, other: Operand) -> Scalar:
@@ -140,26 +141,26 @@ class Scalar:
 
 
 def literal(value: Number, dtype: DType) -> Literal:
-    """A constant of a dtype."""
+    """Constant of a dtype."""
     if dtype == "bool":
         return Literal(bool(value), dtype)
     return Literal(float(value) if dtypes.is_float(dtype) else int(value), dtype)
 
 
 def index(expr: IntLike, dtype: DType = "int64") -> Scalar:
-    """A symbolic integer as data."""
+    """Symbolic integer as a value."""
     return Scalar(IndexValue(sym(expr), dtype))
 
 
 def select(cond: Scalar, then: Operand, other: Operand) -> Scalar:
-    """then if cond else other; at least one of the two is a Scalar."""
+    """Select `then` if cond else `other`; at least one of them must be a Scalar."""
     like = then if isinstance(then, Scalar) else other
     assert isinstance(like, Scalar)
     return Scalar(Select(cond.value, like.wrap(then), like.wrap(other)))
 
 
 def all_of(conditions: list[Scalar]) -> Scalar:
-    """The conjunction; True when there are none."""
+    """Conjunction of conditions; True if there are none."""
     if not conditions:
         return Scalar(Literal(True, "bool"))
     result = conditions[0]
@@ -169,14 +170,14 @@ def all_of(conditions: list[Scalar]) -> Scalar:
 
 
 def in_float32(x: Value, formula: Callable[[Scalar], Scalar]) -> Value:
-    """formula(x); on half-precision floats computed in float32 and rounded once."""
+    """Apply a formula, for half-precision floats in float32 and rounded once."""
     if x.dtype not in HALF:
         return formula(Scalar(x)).value
     return formula(Scalar(Cast(x, "float32"))).cast(x.dtype).value
 
 
 def limits(dtype: DType) -> tuple[Number, Number]:
-    """The least and the greatest value of a dtype; infinities for floats."""
+    """Least and greatest value of a dtype; infinities for floats."""
     if dtype == "bool":
         return False, True
     if dtypes.is_float(dtype):
@@ -186,7 +187,7 @@ def limits(dtype: DType) -> tuple[Number, Number]:
 
 
 def identity(combine: str, dtype: DType) -> Literal:
-    """The neutral element of a combination (program.COMBINE): what a reduction starts from, and an empty one yields."""
+    """Identity of a combine operation (program.COMBINE), the initial value of a reduction."""
     low, high = limits(dtype)
     ones = -1 if dtype in dtypes.SIGNED else high  # all bits set; true for bool
     start: dict[str, Number] = {"add": 0, "mul": 1, "max": low, "min": high, "and": ones, "or": 0, "maxnum": low}

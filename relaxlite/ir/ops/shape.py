@@ -1,4 +1,4 @@
-"""Shapes as values, and data movement that only renames or rearranges indices."""
+"""Shapes as values, and data movement that only rearranges indices: reshape, transpose, broadcast, concat."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from relaxlite.ir.types import ShapeType, TensorType, Type
 
 
 def as_object_array(values: Sequence[Any]) -> Any:
-    """A vector of SymExpr."""
+    """Object array, a vector, of values such as SymExpr."""
     array = np.empty(len(values), dtype=object)
     array[:] = list(values)
     return array
 
 
 def int_tuple(shape: Iterable[Any]) -> tuple[int, ...]:
-    """Plain ints; TypeError when one of them is symbolic."""
+    """Convert dimensions to ints; TypeError if one is symbolic."""
     return tuple(int(d) for d in shape)
 
 
 @register
 class ShapeOf(Op):
-    """The shape of x as an int64 vector. Its symbolic value is known, so it is rarely computed at run time."""
+    """Shape of x as an int64 vector; its symbolic value is known, so that it is rarely computed at run time."""
 
     name = "shape_of"
     operands = ("x",)
@@ -64,7 +64,7 @@ def _store_values(values: Shape, out: Buffer) -> Stmt:
 
 @register
 class ShapeToTensor(Op):
-    """A shape as an int64 vector."""
+    """Convert a shape to an int64 vector."""
 
     name = "shape_to_tensor"
     operands = ("shape",)
@@ -90,9 +90,9 @@ class ShapeToTensor(Op):
 
 @register
 class TensorToShape(Op):
-    """An integer tensor of rank 0 or 1, read as a shape at run time; a MatchShape binds symbols to its values.
+    """Read an integer tensor of rank 0 or 1 as a shape at run time; a MatchShape binds symbols to its values.
 
-    Compiled to a builtin of the virtual machine: it has no loops.
+    Compiled to a builtin of the virtual machine, not to loops.
     """
 
     name = "tensor_to_shape"
@@ -111,14 +111,14 @@ class TensorToShape(Op):
 
 
 class _ShapeOp(Op):
-    """An op whose reference also moves symbolic elements."""
+    """Base of ops whose reference also accepts arrays of symbolic elements."""
 
     is_symbolic = True
 
 
 @register
 class Reshape(_ShapeOp):
-    """The same elements, in row-major order, in another shape; counts not provably equal are checked at run time."""
+    """Reshape x in row-major order; element counts that are not provably equal are checked at run time."""
 
     name = "reshape"
     operands = ("x", "shape")
@@ -137,7 +137,7 @@ class Reshape(_ShapeOp):
         return TensorType.of(dims, ty.dtype)
 
     def lower(self, x: Buffer, shape: Shape, *, out: Buffer) -> Stmt:
-        if any(as_int(d) == 0 for d in x.shape):  # `out` is as empty, which only the check below may know
+        if any(as_int(d) == 0 for d in x.shape):  # `out` is empty too, but possibly only by the check below
             nest = compute(out, lambda *i: literal(0, out.dtype))
         else:
             nest = compute(out, lambda *i: x[reshape_index(x.shape, out.shape, i)])
@@ -158,10 +158,10 @@ class Reshape(_ShapeOp):
 
 
 def infer_dimension(shape: Shape, target: Sequence[IntLike]) -> Shape:
-    """`target` with its -1, if any, replaced by what the number of elements of `shape` leaves for it."""
+    """Replace the -1 in `target`, if any, by the quotient of element counts; `shape` is reshaped to `target`."""
     remaining, known = list(shape), sym(1)
     for dim in syms(target):
-        if dim in remaining:  # equal factors cancel exactly, also where they turn out to be 0
+        if dim in remaining:  # equal factors cancel exactly, even if they are 0 at run time
             remaining.remove(dim)
         elif as_int(dim) != -1:
             known = known * dim
@@ -170,7 +170,7 @@ def infer_dimension(shape: Shape, target: Sequence[IntLike]) -> Shape:
 
 
 def reshape_index(shape: Shape, out_shape: Shape, out_indices: Sequence[SymExpr]) -> Shape:
-    """Where element `out_indices` of a reshaped tensor stands in the original; dimensions that match stay apart."""
+    """Indices in `shape` of element `out_indices` of a reshaped tensor; matching dimensions are not linearized."""
     if any(as_int(d) == 0 for d in (*shape, *out_shape)):
         return (sym(0),) * len(shape)
     result: dict[int, SymExpr] = {}
@@ -178,17 +178,20 @@ def reshape_index(shape: Shape, out_shape: Shape, out_indices: Sequence[SymExpr]
         linear = sym(0)
         for k in out_axes:
             linear = linear * out_shape[k] + (sym(0) if as_int(out_shape[k]) == 1 else out_indices[k])
-        wide = [k for k in axes if as_int(shape[k]) != 1]
+        non_unit_axes = [k for k in axes if as_int(shape[k]) != 1]
         result.update(dict.fromkeys(axes, sym(0)))
-        for k in reversed(wide):
-            first = k == wide[0]
+        for k in reversed(non_unit_axes):
+            first = k == non_unit_axes[0]
             result[k] = linear if first else linear % shape[k]
             linear = linear if first else linear // shape[k]
     return tuple(result[k] for k in range(len(shape)))
 
 
 def _matching_groups(a: Shape, b: Shape) -> list[tuple[list[int], list[int]]]:
-    """Runs of dimensions of equal count, as short as can be proven: (n, 6, 4) and (n, 2, 3, 4) give three."""
+    """Match runs of dimensions with provably equal element counts, as short as possible.
+
+    (n, 6, 4) and (n, 2, 3, 4) give three pairs of runs.
+    """
     groups = []
     ends = {_prefix(b, j): j for j in range(len(b), -1, -1)}
     start_a = start_b = 0
@@ -212,7 +215,7 @@ def _prefix(shape: Shape, count: int) -> SymExpr:
 
 
 class _UnitAxes(_ShapeOp):
-    """expand_dims and squeeze: a reshape that adds or removes dimensions of size 1."""
+    """Base of expand_dims and squeeze: reshapes that add or remove dimensions of size 1."""
 
     operands = ("x",)
     attrs = {"axes": Attr("ints")}
@@ -228,7 +231,7 @@ class _UnitAxes(_ShapeOp):
 
 @register
 class ExpandDims(_UnitAxes):
-    """x with dimensions of size 1 inserted, so that they stand at `axes` of the result."""
+    """Insert dimensions of size 1, at `axes` of the result."""
 
     name = "expand_dims"
 
@@ -245,7 +248,7 @@ class ExpandDims(_UnitAxes):
 
 @register
 class Squeeze(_UnitAxes):
-    """x without the dimensions `axes`, whose sizes are 1 (checked at run time where they are not known)."""
+    """Remove the dimensions `axes`, which must have size 1 (checked at run time if unknown)."""
 
     name = "squeeze"
 
@@ -264,7 +267,7 @@ class Squeeze(_UnitAxes):
 
 @register
 class BroadcastTo(_ShapeOp):
-    """x repeated along its dimensions of size 1, and along new leading ones, to fill `shape`."""
+    """Broadcast x to `shape`: repeat it along dimensions of size 1 and along new leading dimensions."""
 
     name = "broadcast_to"
     operands = ("x", "shape")
@@ -293,7 +296,7 @@ class BroadcastTo(_ShapeOp):
 
 @register
 class Transpose(_ShapeOp):
-    """x with its dimensions in the order `axes`; None reverses them."""
+    """Permute the dimensions of x to the order `axes`; None reverses them."""
 
     name = "transpose"
     operands = ("x",)
@@ -325,7 +328,7 @@ class Transpose(_ShapeOp):
 
 @register
 class Concat(_ShapeOp):
-    """The operands side by side along `axis`: one nest per operand, each storing at its own offset."""
+    """Concatenate the operands along `axis`: one loop nest per operand, each storing at its own offset."""
 
     name = "concat"
     operands = ("*xs",)

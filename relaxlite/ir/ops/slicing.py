@@ -1,4 +1,4 @@
-"""Slices, padding and other rearrangements whose indices are arithmetic of the result's indices."""
+"""Slicing, padding, tiling and other data movement with affine or modular index arithmetic."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from relaxlite.ir.types import TensorType, Type
 
 @register
 class Slice(Op):
-    """x[begin + i * step] for i < size along each of `axes` (None: all). Begins and sizes are resolved: no begin counts
-    from the end, and a size is that of the result. Steps may be negative, never 0."""
+    """Strided slice: x[begin + i * step] for i < size along each of `axes` (None: all).
+
+    Begins are absolute, never counted from the end, and sizes are those of the result. Steps may be negative, never 0.
+    """
 
     name = "slice"
     operands = ("x", "begins", "sizes")
@@ -39,7 +41,7 @@ class Slice(Op):
         for axis, begin, size, step in zip(over, starts, counts, strides, strict=True):
             if step == 0 or (as_int(size) or 0) < 0:
                 self.fail(f"axis {axis}: the step must not be 0 and the size not negative, got {step} and {size}")
-            low, high = _touched(begin, size, step)
+            low, high = _index_range(begin, size, step)
             outside = PROVER.can_prove_lt(low, 0) or PROVER.can_prove_le(dims[axis], high)
             if outside and PROVER.can_prove_le(1, size):
                 self.fail(f"axis {axis} of {ty}: begin {begin}, size {size} and step {step} leave it")
@@ -47,7 +49,7 @@ class Slice(Op):
         return TensorType.of(tuple(dims), ty.dtype)
 
     def axes(self, axes: tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
-        """As given, not sorted: begins, sizes and steps follow their order."""
+        """Normalize axes without sorting, as begins, sizes and steps are in their order."""
         normalize_axes(self, axes, rank)
         return tuple(range(rank)) if axes is None else tuple(a % rank for a in axes)
 
@@ -64,7 +66,7 @@ class Slice(Op):
 
     def _check(self, x: Buffer, out: Buffer, axis: int, begin: SymExpr, step: int) -> Check | None:
         size = out.shape[axis]
-        low, high = _touched(begin, size, step)
+        low, high = _index_range(begin, size, step)
         if PROVER.can_prove_le(0, low) and PROVER.can_prove_lt(high, x.shape[axis]):
             return None
         inside = (index(low) >= 0) & (index(high) < x.shape[axis])
@@ -85,18 +87,18 @@ class Slice(Op):
         yield Sample((("n", 4), (1, "n-1"), (2, "min(1, n)")), {"axes": (1, 0)}, ("int64", "shape", "shape"))
 
 
-def _touched(begin: SymExpr, size: SymExpr, step: int) -> tuple[SymExpr, SymExpr]:
-    """The least and the greatest index that a slice of at least one element reads."""
+def _index_range(begin: SymExpr, size: SymExpr, step: int) -> tuple[SymExpr, SymExpr]:
+    """Least and greatest index that a nonempty slice reads."""
     last = begin + (size - 1) * step
     return (begin, last) if step > 0 else (last, begin)
 
 
 @register
 class Pad(Op):
-    """x with `before` and `after` elements more at the ends of each dimension; a negative number crops.
+    """Pad x by `before` and `after` elements at the ends of each dimension; negative numbers crop.
 
-    mode "constant" fills with `value` (0 if absent), "edge" repeats the last element, "reflect" mirrors at it, "wrap"
-    goes round. The constant mode reads x lazily, inside its bounds only.
+    mode "constant" pads with `value` (None: 0), "edge" with the edge element, "reflect" with x mirrored at the edge
+    element, "wrap" periodically. The constant mode reads x by lazy selects, inside its bounds only.
     """
 
     name = "pad"
@@ -118,7 +120,7 @@ class Pad(Op):
     ) -> Stmt:
         if mode != "constant":
             checks = self._checks(x, before, after)
-            if any(as_int(d) == 0 for d in x.shape):  # the result is empty too, or a check stops the run
+            if any(as_int(d) == 0 for d in x.shape):  # the result is empty too, or a check raises
                 return seq(*checks)
             nest = compute(out, lambda *i: x[tuple(map(_ADJUST[mode], _shifted(i, before), x.shape))])
             return seq(*checks, nest)
@@ -134,15 +136,15 @@ class Pad(Op):
         return compute(out, padded)
 
     def _checks(self, x: Buffer, before: Shape, after: Shape) -> list[Check]:
-        grown = [d for d, b, a in zip(x.shape, before, after, strict=True) if not (as_int(b) == as_int(a) == 0)]
-        unproven = [d for d in dict.fromkeys(grown) if not PROVER.can_prove_le(1, d)]
+        padded_dims = [d for d, b, a in zip(x.shape, before, after, strict=True) if not (as_int(b) == as_int(a) == 0)]
+        unproven = [d for d in dict.fromkeys(padded_dims) if not PROVER.can_prove_le(1, d)]
         return [
             Check((index(d) >= 1).value, f"pad: a dimension of size {d} is empty: nothing to repeat") for d in unproven
         ]
 
     def reference(self, x: Any, before: Any, after: Any, value: Any = None, *, mode: str) -> Any:
         low, high = int_tuple(before), int_tuple(after)
-        if x.ndim == 0:  # numpy.pad has no answer
+        if x.ndim == 0:  # numpy.pad rejects scalars
             return x
         widths = [(max(b, 0), max(a, 0)) for b, a in zip(low, high, strict=True)]
         fill = np.zeros((), x.dtype) if value is None else value
@@ -164,9 +166,9 @@ def _shifted(i: tuple[SymExpr, ...], before: Shape) -> Shape:
 
 
 def _reflect(i: SymExpr, size: SymExpr) -> SymExpr:
-    """Mirrored at the ends, again and again: the period is 2 * (size - 1)."""
-    turn = i % smax(2 * (size - 1), 1)
-    return smin(turn, 2 * (size - 1) - turn)
+    """Reflect an index at both ends, with period 2 * (size - 1)."""
+    phase = i % smax(2 * (size - 1), 1)
+    return smin(phase, 2 * (size - 1) - phase)
 
 
 _ADJUST = {
@@ -177,13 +179,13 @@ _ADJUST = {
 
 
 def only_element(x: Buffer) -> Value:
-    """The element of a tensor that has one."""
+    """Load the element of a tensor with one element."""
     return x[(0,) * len(x.shape)]
 
 
 @register
 class Tile(Op):
-    """x repeated `repeats` times along each dimension."""
+    """Tile x: repeat it `repeats` times along each dimension."""
 
     name = "tile"
     operands = ("x", "repeats")
@@ -211,7 +213,7 @@ class Tile(Op):
 
 @register
 class Roll(Op):
-    """x with its elements moved by `shift` places along an axis; what leaves at one end enters at the other."""
+    """Rotate elements of x cyclically by `shift` positions along an axis."""
 
     name = "roll"
     operands = ("x",)
@@ -238,12 +240,13 @@ class Roll(Op):
         yield Sample((("n", 3),), {"shift": -1, "axis": -1})
 
 
-class _Blocks(Op):
-    """Moves blocks of a picture (batch, channels, height, width) into channels or back."""
+class _ImageBlocks(Op):
+    """Base of ops that move blocks of images (batch, channels, height, width) into channels or back."""
 
     operands = ("x",)
 
     def picture(self, x: Expr, blocksize: int) -> tuple[TensorType, Shape]:
+        """Check x and return its type and shape."""
         ty = self.tensor(x, "x")
         if ty.rank != 4 or blocksize < 1:
             self.fail(f"x must have rank 4 and blocksize be positive, got {ty} and {blocksize}")
@@ -251,8 +254,8 @@ class _Blocks(Op):
 
 
 @register
-class SpaceToDepth(_Blocks):
-    """(b, c, h*s, w*s) -> (b, c*s*s, h, w): each block of s times s pixels becomes channels."""
+class SpaceToDepth(_ImageBlocks):
+    """Move each block of s x s pixels into channels: (b, c, h*s, w*s) -> (b, c*s*s, h, w)."""
 
     name = "space_to_depth"
     attrs = {"blocksize": Attr("int")}
@@ -287,8 +290,11 @@ class SpaceToDepth(_Blocks):
 
 
 @register
-class DepthToSpace(_Blocks):
-    """(b, c*s*s, h, w) -> (b, c, h*s, w*s). mode "DCR": the block is the outer part of a channel, "CRD": the inner."""
+class DepthToSpace(_ImageBlocks):
+    """Move channels into blocks of s x s pixels: (b, c*s*s, h, w) -> (b, c, h*s, w*s).
+
+    The block is the outer part of a channel index in mode "DCR", the inner part in mode "CRD".
+    """
 
     name = "depth_to_space"
     attrs = {"blocksize": Attr("int"), "mode": Attr("str", "DCR", ("DCR", "CRD"))}

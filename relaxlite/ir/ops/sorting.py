@@ -1,4 +1,4 @@
-"""Sorting along an axis: stable, with NaN counted as the greatest value (as NumPy and PyTorch do)."""
+"""Stable sorting along an axis, with NaN as the greatest value (as in NumPy and PyTorch): argsort, sort, top_k."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from relaxlite.ir.program import Allocate, Buffer, Check, For, IfThenElse, LetIn
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, ceildiv, smin, sym, syms
 from relaxlite.ir.types import TensorType, TupleType, Type
 
-MAX_INSERTION = 64  # up to this k, top_k keeps a sorted list by insertion instead of sorting everything
+MAX_INSERTION = 64  # largest k for which top_k inserts into a sorted list rather than sorting all elements
 
 At = Callable[[IntLike], Shape]  # position along the sorted axis -> indices of the buffer
 
 
 def is_better(a: Scalar, b: Scalar, descending: bool) -> Scalar:
-    """Whether a comes before b, being different from it."""
+    """Whether a sorts strictly before b."""
     first = a > b if descending else a < b
     if not dtypes.is_float(a.dtype):
         return first
@@ -34,7 +34,7 @@ def is_better(a: Scalar, b: Scalar, descending: bool) -> Scalar:
 
 
 def rows(shape: Shape, axis: int, make: Callable[[At], Stmt]) -> Stmt:
-    """Loops over every dimension but `axis`; `make` gets the function that completes the indices."""
+    """Loops over all dimensions but `axis`; `make` gets a function from a position along the axis to indices."""
 
     def row(*outer: SymExpr) -> Stmt:
         return make(lambda t: (*outer[:axis], sym(t), *outer[axis:]))
@@ -48,7 +48,7 @@ def _let(name: str, value: Scalar, make: Callable[[SymVar], Stmt], lower: int = 
 
 
 def merge_sort(x: Buffer, order: Buffer, merged: Buffer, at: At, size: SymExpr, descending: bool) -> Stmt:
-    """Sort one row of `order`, indices into x, bottom up: runs of `width` are merged pairwise and copied back."""
+    """Bottom-up merge sort of one row of `order`, indices into x: merge runs of `width` pairwise and copy them back."""
     known = as_int(size)
     passes = 62 if known is None else max(known - 1, 0).bit_length()
 
@@ -71,7 +71,7 @@ def merge_sort(x: Buffer, order: Buffer, merged: Buffer, at: At, size: SymExpr, 
 def _merge(
     x: Buffer, order: Buffer, merged: Buffer, at: At, low: SymExpr, width: SymExpr, size: SymExpr, descending: bool
 ) -> Stmt:
-    """Merge order[low:middle] and order[middle:high]; of equal elements the left one first."""
+    """Merge order[low:middle] and order[middle:high], with the left one of equal elements first."""
     middle, high = smin(low + width, size), smin(low + width * 2, size)
     cursor = Buffer.of("cursor", (2,), "int64", "local")
 
@@ -101,7 +101,7 @@ def _merge(
 
 
 def argsort_reference(x: Any, axis: int, descending: bool) -> Any:
-    """Stable indices along the axis; NaN is the greatest value."""
+    """Stable argsort in NumPy, with NaN as the greatest value, in both orders."""
     x = x.astype(np.float32) if x.dtype.name == "bfloat16" else x
     if not descending:
         return np.argsort(x, axis, kind="stable").astype(np.int64)
@@ -110,6 +110,7 @@ def argsort_reference(x: Any, axis: int, descending: bool) -> Any:
 
 
 def draw_with_ties(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+    """Draw sample data with equal elements."""
     return rng.integers(-3, 4, shape)
 
 
@@ -125,7 +126,7 @@ class _Sorting(Op):
 
 @register
 class ArgSort(_Sorting):
-    """The indices (int64) that sort x along an axis; equal elements keep their order."""
+    """Indices (int64) that sort x along an axis; the sort is stable."""
 
     name = "argsort"
 
@@ -147,7 +148,7 @@ class ArgSort(_Sorting):
 
 @register
 class Sort(_Sorting):
-    """x with its elements in order along an axis."""
+    """Sort x along an axis."""
 
     name = "sort"
 
@@ -167,9 +168,10 @@ class Sort(_Sorting):
 
 @register
 class TopK(Op):
-    """The k best elements along an axis and their indices (int64), best first; of equal ones the first.
+    """The k largest or smallest elements along an axis, in order, and their indices (int64); ties by lower index.
 
-    `k` is a shape of one value, so it may be a symbol. `sorted=False` allows any order (it is sorted all the same).
+    `k` is a shape of one value, so that it may be a symbol. The result is sorted even if `sorted=False`, which permits
+    any order.
     """
 
     name = "top_k"
@@ -221,7 +223,7 @@ class TopK(Op):
 
 
 def _insert_all(x: Buffer, out: tuple[Buffer, Buffer], at: At, size: SymExpr, k: SymExpr, largest: bool) -> Stmt:
-    """One row of top_k for small k: the results are kept as a sorted list, into which every element is tried."""
+    """Compute one row of top_k for small k by insertion of its elements into a sorted list."""
     values, indices = out
     place = Buffer.of("place", (1,), "int64", "local")
     zero = syms((0,))
@@ -231,20 +233,22 @@ def _insert_all(x: Buffer, out: tuple[Buffer, Buffer], at: At, size: SymExpr, k:
             to, source = at(k - 1 - s), at(k - 2 - s)
             return seq(Store(values, to, values[source]), Store(indices, to, indices[source]))
 
-        placed = seq(Store(values, at(p), x[at(t)]), Store(indices, at(p), index(t).value))
-        return seq(loops("s", (k - 1 - p,), shift), placed)
+        store_new = seq(Store(values, at(p), x[at(t)]), Store(indices, at(p), index(t).value))
+        return seq(loops("s", (k - 1 - p,), shift), store_new)
 
     def attempt(t: SymVar) -> Stmt:
         new = Scalar(x[at(t)])
 
-        def stays_ahead(s: SymExpr) -> Stmt:
+        def count_ahead(s: SymExpr) -> Stmt:
             is_ahead = ~is_better(new, Scalar(values[at(s)]), largest)
             return Store(place, zero, is_ahead.cast("int64").value, "add")
 
-        count = loops("s", (smin(t, k),), stays_ahead)
+        count = loops("s", (smin(t, k),), count_ahead)
         code = seq(Store(place, zero, literal(0, "int64")), count, _let("p", Scalar(place[0]), lambda p: insert(t, p)))
-        enters = select(index(t) < k, Scalar(literal(True, "bool")), is_better(new, Scalar(values[at(k - 1)]), largest))
-        return IfThenElse(enters.value, code)
+        is_inserted = select(
+            index(t) < k, Scalar(literal(True, "bool")), is_better(new, Scalar(values[at(k - 1)]), largest)
+        )
+        return IfThenElse(is_inserted.value, code)
 
     t = SymVar("t")
     return Allocate(place, For(t, size, attempt(t)))

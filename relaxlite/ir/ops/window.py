@@ -1,6 +1,6 @@
-"""Signal processing: window functions, and Fourier transforms as products with tables of sines and cosines.
+"""Signal processing: window functions, and Fourier transforms as matrix products with tables of sines and cosines.
 
-A signal's last dimension holds its real part alone (1) or the real and imaginary parts (2).
+The last dimension of a signal holds its real part (size 1) or its real and imaginary parts (size 2).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from relaxlite.ir.types import TensorType, Type
 
 @register
 class CosineWindow(Op):
-    """a0 - a1 cos(2 pi n / N) + a2 cos(4 pi n / N) for n < size, N = size if periodic, else size - 1.
+    """Cosine window a0 - a1 cos(2 pi n / N) + a2 cos(4 pi n / N) for n < size; N = size if periodic, else size - 1.
 
     `coefficients` a0, a1, a2: (1/2, 1/2, 0) for Hann, (25/46, 21/46, 0) for Hamming, (0.42, 0.5, 0.08) for Blackman.
     """
@@ -66,11 +66,11 @@ class CosineWindow(Op):
 
 @register
 class DftMatrix(Op):
-    """The Fourier transform over `length` points as a matrix (length, parts, bins, 2): parts are real and imaginary.
+    """Matrix (length, parts, bins, 2) of the discrete Fourier transform; parts are real and imaginary.
 
-    Its element is cos(-+ 2 pi n k / length + (p - q) pi / 2) for part p of the input and q of the result, divided by
-    length if inverse. `sizes` = (length, bins). Quarters of a turn are counted in integers, so that 0 and 1 are exact:
-    of t / (4 length) turns, the cosine is sin((|t - 2 length| - length) / length * pi / 2).
+    Elements are cos(-+ 2 pi n k / length + (p - q) pi / 2) for part p of the input and q of the result, divided by
+    length if inverse. `sizes` = (length, bins). Angles are integers t in units of 1 / (4 length) turns, so that 0 and 1
+    are exact: the cosine is sin((|t - 2 length| - length) / length * pi / 2).
     """
 
     name = "dft_matrix"
@@ -89,8 +89,8 @@ class DftMatrix(Op):
         length = index(sizes[0]).cast("float64")
 
         def value(n: SymExpr, p: SymExpr, k: SymExpr, q: SymExpr) -> Value:
-            turn = _quarters(n * k % sizes[0], p - q, sizes[0], inverse)
-            part = (index(turn - sizes[0] * 2).cast("float64").abs() - length) / length
+            angle = _angle(n * k % sizes[0], p - q, sizes[0], inverse)
+            part = (index(angle - sizes[0] * 2).cast("float64").abs() - length) / length
             result = (part * (math.pi / 2)).unary("sin")
             return (result / length if inverse else result).cast(dtype).value
 
@@ -100,8 +100,8 @@ class DftMatrix(Op):
         length, bins = sizes
         n, p, k, q = np.ogrid[:length, :parts, :bins, :2]
         size = max(length, 1)
-        turn = _quarters(n * k % size, p - q, size, inverse)
-        result = np.sin((np.abs(turn - 2 * size) - size) / size * (math.pi / 2))
+        angle = _angle(n * k % size, p - q, size, inverse)
+        result = np.sin((np.abs(angle - 2 * size) - size) / size * (math.pi / 2))
         return (result / (size if inverse else 1)).astype(dtypes.to_numpy(dtype))
 
     def samples(self) -> Iterable[Sample]:
@@ -109,29 +109,32 @@ class DftMatrix(Op):
         yield Sample((("n", "n"),), {"parts": 2, "inverse": True}, ("shape",))
 
 
-def _quarters(step: Any, shift: Any, length: Any, inverse: bool) -> Any:
-    """An angle of -+ step / length + shift / 4 turns in units of a turn / (4 length), from 0 up to a whole turn."""
+def _angle(step: Any, shift: Any, length: Any, inverse: bool) -> Any:
+    """Angle of -+ step / length + shift / 4 turns in units of 1 / (4 length) turns, modulo one turn."""
     return (step * (4 if inverse else -4) + shift * length) % (length * 4)
 
 
 def _parts(op: Op, shape: Shape) -> int:
+    """Size of the last dimension of a signal; fails unless it is 1 or 2."""
     parts = as_int(shape[-1]) if shape else None
     if parts not in (1, 2):
         op.fail(f"the last dimension of x must be 1 (real) or 2 (real, imaginary), got {shape[-1] if shape else '()'}")
     return int(parts or 1)
 
 
-def _transformed(rows: Any, bins: int, inverse: bool) -> Any:
-    """The first bins (..., bins, 2) of the transform of rows (..., n, parts): by FFT, but rows of infinities or NaNs as
-    the sums that define it, where 0 * inf is NaN."""
+def _reference_dft(rows: Any, bins: int, inverse: bool) -> Any:
+    """Compute the first bins (..., bins, 2) of the transform of rows (..., n, parts) in NumPy.
+
+    Rows with infinities or NaNs use the defining sums, where 0 * inf is NaN; other rows use the FFT.
+    """
     signal = rows[..., 0] + (1j * rows[..., 1] if rows.shape[-1] == 2 else 0)
     result = (np.fft.ifft if inverse else np.fft.fft)(signal, axis=-1)[..., :bins]
     parts = np.stack([result.real, result.imag], axis=-1)
-    odd = ~np.isfinite(rows).all(axis=(-2, -1))
-    if odd.any():
+    has_nonfinite = ~np.isfinite(rows).all(axis=(-2, -1))
+    if has_nonfinite.any():
         sizes, dtype = (rows.shape[-2], bins), str(rows.dtype)
         table = get_op("dft_matrix").reference(sizes, parts=rows.shape[-1], inverse=inverse, dtype=dtype)
-        parts[odd] = np.einsum("rnp,npkq->rkq", rows[odd], table)
+        parts[has_nonfinite] = np.einsum("rnp,npkq->rkq", rows[has_nonfinite], table)
     return parts
 
 
@@ -141,10 +144,10 @@ def _bins(length: SymExpr, onesided: bool) -> SymExpr:
 
 @register
 class Dft(Op):
-    """The discrete Fourier transform of x (..., n, ..., parts) along an axis, over `length` points.
+    """Discrete Fourier transform of x (..., n, ..., parts) along an axis, over `length` points.
 
-    x is cut to that length, or padded with zeros. onesided keeps the first length // 2 + 1 bins, and is for the forward
-    transform.
+    x is truncated or zero-padded to that length. onesided, for the forward transform only, keeps the first length // 2
+    + 1 bins.
     """
 
     name = "dft"
@@ -186,7 +189,7 @@ class Dft(Op):
         along, (points,) = axis % x.ndim, length
         rows = np.moveaxis(in_accumulator(x), along, -2)[..., :points, :]
         rows = np.pad(rows, [(0, 0)] * (x.ndim - 2) + [(0, points - rows.shape[-2]), (0, 0)])
-        result = _transformed(rows, points // 2 + 1 if onesided else points, inverse)
+        result = _reference_dft(rows, points // 2 + 1 if onesided else points, inverse)
         return np.moveaxis(result, -2, along).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
@@ -198,7 +201,7 @@ class Dft(Op):
 
 @register
 class Stft(Op):
-    """Fourier transforms of the frames of x (b, n, parts): (b, frames, bins, 2), a frame every `step` points.
+    """Short-time Fourier transform of x (b, n, parts): (b, frames, bins, 2), a frame every `step` points.
 
     Each frame is multiplied by `window`, whose size is the length of a frame.
     """
@@ -216,7 +219,7 @@ class Stft(Op):
         return TensorType.of((batch, (size - length) // step + 1, _bins(length, onesided), 2), xt.dtype)
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
-        """A strided convolution over time whose channels are the parts and whose filters are the rows of the table."""
+        """Emit a strided convolution over time: its channels are the parts, its filters the windowed DFT matrix."""
         x, window = call.args
         xt, (length,) = self.tensor(x), self.tensor(window).shape or ()
         parts, bins = _parts(self, xt.shape or ()), _bins(length, bool(call.attrs["onesided"]))
@@ -232,7 +235,7 @@ class Stft(Op):
         length = len(window)
         frames = np.lib.stride_tricks.sliding_window_view(in_accumulator(x), length, axis=1)[:, ::step]  # (b, f, p, n)
         rows = np.swapaxes(frames * in_accumulator(window), -1, -2)
-        return _transformed(rows, length // 2 + 1 if onesided else length, False).astype(x.dtype)
+        return _reference_dft(rows, length // 2 + 1 if onesided else length, False).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("b", "n+4", 1), (4,)), {"step": 2}, tolerance=1e-4)
