@@ -18,7 +18,7 @@ DP4A_BYTES = 4  # codes in a dp4a group
 ONES = 0x01010101
 BIT_PLANES: Mapping[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 """Widths of the bit planes that a code is split into, from the lowest bits on, by the width of the code."""
-MAX_OF_TABLE = 4  # widest code that indexes a table
+MAX_TABLE_BITS = 4  # widest code that indexes a table
 Array: TypeAlias = "np.ndarray[Any, Any]"
 T = TypeVar("T")
 Number = TypeVar("Number", int, SymExpr)
@@ -52,8 +52,8 @@ class Coding:
     def problem(self) -> str | None:
         """Explain why the coding is invalid; None if it is valid."""
         if self.table:
-            if self.bits > MAX_OF_TABLE:
-                return f"codes of {self.bits} bits have no table, only those of at most {MAX_OF_TABLE} do"
+            if self.bits > MAX_TABLE_BITS:
+                return f"codes of {self.bits} bits have no table, only those of at most {MAX_TABLE_BITS} do"
             if len(self.table) != 1 << self.bits or not 0 <= min(self.table) <= max(self.table) < 256:
                 return f"a table is {1 << self.bits} bytes for codes of {self.bits} bits, got {self.table}"
         if not 0 <= self.zero <= self.greatest:
@@ -68,7 +68,7 @@ class Coding:
         """Decode four codes, the bytes of an int32, before the zero point is subtracted."""
         if not self.table:
             return word
-        table = self.table * (1 << MAX_OF_TABLE - self.bits)
+        table = self.table * (1 << MAX_TABLE_BITS - self.bits)
         table_words = np.asarray(table, np.uint8).view("<i4").tolist()
         return Scalar(Intrinsic(LOOKUP, (word.value, *(literal(entries, "int32") for entries in table_words)), "int32"))
 
@@ -157,7 +157,7 @@ def fills_words(rows: int, block: int, bits: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place(Generic[Number]):
+class BitField(Generic[Number]):
     """Location of one bit plane of a dp4a group.
 
     The bits [low, low + width) of the four codes are at bit `shift` of the four bytes of word `word` of a run.
@@ -173,12 +173,12 @@ class Place(Generic[Number]):
         return (1 << self.width) - 1
 
 
-def places_of(group: Number, run: int, bits: int) -> list[Place[Number]]:
+def places_of(group: Number, run: int, bits: int) -> list[BitField[Number]]:
     """Locate the bit planes of dp4a group `group` (a number or an expression) in a run of `run` rows."""
     fields, word, low = [], 0, 0
     for width in BIT_PLANES[bits]:
         per_word = 8 // width
-        fields.append(Place(word + group // per_word, group % per_word * width, width, low))
+        fields.append(BitField(word + group // per_word, group % per_word * width, width, low))
         word, low = word + words_of(run, width), low + width
     return fields
 

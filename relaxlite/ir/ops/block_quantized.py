@@ -224,9 +224,9 @@ def weight_at(words: Matrix, scales: Sequence[Matrix], k: SymExpr, j: IntLike, c
         return [(shifted & ones * field.mask, field.low) for shifted, field in loads]
 
     if coding.table:
-        code = coding.of_word(_combine_planes(bits_at(0, ONES))).binary("shift_right", byte) & 255
+        code = coding.of_word(_combine_bits(bits_at(0, ONES))).binary("shift_right", byte) & 255
     else:
-        code = _combine_planes(bits_at(byte, 1))
+        code = _combine_bits(bits_at(byte, 1))
     centered = code - zero if zero else code
     scale, *offset = _load_scales(scales, k // block, j)
     value = centered.cast("float32") * scale
@@ -359,7 +359,7 @@ class BlockSums:
 
     rounded: tuple[Buffer, Buffer, Buffer]
     words: Matrix
-    given: Sequence[Matrix]
+    scales: Sequence[Matrix]
     coding: Coding
     low_bits: int
     rotation: int
@@ -367,14 +367,14 @@ class BlockSums:
     def store(self, out: Buffer, place: tuple[SymExpr, SymExpr], i: SymExpr, j: SymExpr) -> Stmt:
         """Compute the product element of row i and column j and store it at `place` of `out`."""
         element = Buffer("e", (), "float32", "local")
-        terms = loops("g", (self.given[0].shape[0],), lambda g: Store(element, (), self._term(i, j, g), "add"))
+        terms = loops("g", (self.scales[0].shape[0],), lambda g: Store(element, (), self._term(i, j, g), "add"))
         init = Store(element, (), literal(0.0, "float32"))
         return Allocate(element, seq(init, terms, Store(out, place, Load(element, ()))))
 
     def _term(self, i: SymExpr, j: SymExpr, g: SymExpr) -> Value:
         """The contribution of block g to element (i, j), float32."""
         (x, x_scales, _), low_bits = self.rounded, self.low_bits
-        block, coding = block_of(self.words, self.given[0], self.coding.bits), self.coding.rotated(self.rotation)
+        block, coding = block_of(self.words, self.scales[0], self.coding.bits), self.coding.rotated(self.rotation)
         groups, greatest = block // DP4A_BYTES, coding.greatest
         codes = coding.mixed(_load_groups(self.words, g, j, block, self.coding))
         start = literal(0, "int32")
@@ -394,7 +394,7 @@ class BlockSums:
             total = Scalar(high).binary("shift_left", low_bits) + Scalar(low)
         else:
             total = Scalar(high)
-        scale, *offset = _load_scales(self.given, g, j)
+        scale, *offset = _load_scales(self.scales, g, j)
         result = total.cast("float32") * scale
         if offset:
             result = result + (self._sums(g, i)[0] * self.rotation).cast("float32") * offset[0]
@@ -526,11 +526,11 @@ def _pack_activations(x: Buffer, g: SymExpr, i: SymExpr, group: int) -> Value:
     return Intrinsic(PACK_BYTES, tuple(x[g, i, group * DP4A_BYTES + b] for b in range(DP4A_BYTES)), "int32")
 
 
-def _combine_planes(parts: Iterable[tuple[Scalar, int]]) -> Scalar:
+def _combine_bits(parts: Iterable[tuple[Scalar, int]]) -> Scalar:
     """Combine (bits, position) pairs to whole codes."""
-    codes, *higher = (plane.binary("shift_left", low) if low else plane for plane, low in parts)
-    for plane in higher:
-        codes = codes | plane
+    codes, *higher = (bits.binary("shift_left", low) if low else bits for bits, low in parts)
+    for bits in higher:
+        codes = codes | bits
     return codes
 
 
@@ -546,7 +546,7 @@ def _load_groups(words: Matrix, g: SymExpr, j: SymExpr, block: int, coding: Codi
         return loaded.setdefault(position, Scalar(words[position, j]))
 
     def load_group(group: int) -> Value:
-        planes = []
+        bit_fields = []
         for field in places_of(group, run, bits):
             per_word = 8 // field.width
             if num_groups % per_word == 0:  # no word is shared between blocks
@@ -556,7 +556,7 @@ def _load_groups(words: Matrix, g: SymExpr, j: SymExpr, block: int, coding: Codi
                 packed = word(run_word + field.word - group // per_word + group_of_run // per_word)
                 shift = group_of_run % per_word * field.width
             shifted = packed if as_int(shift) == 0 else packed.binary("shift_right", shift)
-            planes.append((shifted & ONES * field.mask if field.width < 8 else shifted, field.low))
-        return coding.of_word(_combine_planes(planes)).value
+            bit_fields.append((shifted & ONES * field.mask if field.width < 8 else shifted, field.low))
+        return coding.of_word(_combine_bits(bit_fields)).value
 
     return [load_group(group) for group in range(num_groups)]

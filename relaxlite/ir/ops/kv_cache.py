@@ -135,8 +135,10 @@ class PagedAttention(Op):
         "block": Attr("int", 16),
     }
 
-    def infer(self, q: Expr, keys: Expr, values: Expr, table: Expr, blocks: Expr, *others: Expr, **attrs: Any) -> Type:
-        scales, sinks = _scales_and_sinks(others)
+    def infer(
+        self, q: Expr, keys: Expr, values: Expr, table: Expr, blocks: Expr, *optional: Expr, **attrs: Any
+    ) -> Type:
+        scales, sinks = _scales_and_sinks(optional)
         types = [self.tensor(x, name) for x, name in zip((q, keys, values, table, blocks), self.operands, strict=False)]
         if [t.rank for t in types] != [3, 4, 4, 2, 2]:
             self.fail(f"q, keys, values, table and blocks must have ranks 3, 4, 4, 2, 2, got {_join(types)}")
@@ -146,7 +148,7 @@ class PagedAttention(Op):
         if types[1].dtype not in ("float32", "float16", "int8") or (types[1].dtype == "int8") != (len(scales) == 2):
             self.fail(f"keys and values are float32, float16, or int8 with scales, got {_join(types)}")
         if len(sinks) > 1:
-            self.fail(f"scales of keys and values and sinks are 3 operands at most, got {len(others)}")
+            self.fail(f"scales of keys and values and sinks are 3 operands at most, got {len(optional)}")
         if (types[3].dtype, types[4].dtype) != ("int32", "int64") or as_int(bs[1]) != BLOCK_FIELDS:
             self.fail(f"table and blocks must be int32 and int64 of {BLOCK_FIELDS} columns, got {_join(types)}")
         sizes = [as_int(d) for d in (qs[1], qs[2], ks[0], *ks[2:], vs[0], *vs[2:])]
@@ -172,8 +174,8 @@ class PagedAttention(Op):
     def lower(
         self, *operands: Buffer, out: Buffer, scale: float, window: int | None, cap: float | None, block: int
     ) -> Stmt:
-        q, keys, values, table, blocks, *others = operands
-        scales, sinks = _scales_and_sinks(others)
+        q, keys, values, table, blocks, *optional = operands
+        scales, sinks = _scales_and_sinks(optional)
         checks = equality_checks(
             "paged_attention: pools of different sizes",
             *((keys.shape[1], x.shape[1]) for x in (values, *scales)),
@@ -193,8 +195,8 @@ class PagedAttention(Op):
             body = Allocate(buffer, body)
         return seq(*checks, compute(out, lambda *i: literal(0.0, out.dtype)), body)
 
-    def reference(self, q: Any, keys: Any, values: Any, table: Any, blocks: Any, *others: Any, **attrs: Any) -> Any:
-        scales, sinks = _scales_and_sinks(others)
+    def reference(self, q: Any, keys: Any, values: Any, table: Any, blocks: Any, *optional: Any, **attrs: Any) -> Any:
+        scales, sinks = _scales_and_sinks(optional)
         group, page, window = q.shape[1] // keys.shape[0], keys.shape[3], attrs["window"]
         k, v = np.swapaxes(keys, 2, 3).astype(np.float32), values.astype(np.float32)
         if scales:
@@ -243,10 +245,10 @@ class PagedAttention(Op):
         yield Sample((*scaled, (4,)), {"scale": 0.01, "block": 4}, (*kinds, *("float32",) * 3), draws, tolerance=2e-4)
 
 
-def _scales_and_sinks(others: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...]]:
+def _scales_and_sinks(operands: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...]]:
     """Split the optional operands into the scales of keys and values (none or two) and the sinks (none or one)."""
-    count = 2 if len(others) > 1 else 0
-    return tuple(others[:count]), tuple(others[count:])
+    count = 2 if len(operands) > 1 else 0
+    return tuple(operands[:count]), tuple(operands[count:])
 
 
 def _without_pages(ty: TensorType) -> list[int | None]:
