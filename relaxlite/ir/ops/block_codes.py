@@ -45,7 +45,7 @@ class Coding:
         return max(self.table, default=(1 << self.bits) - 1)
 
     @property
-    def number_bits(self) -> int:
+    def value_bits(self) -> int:
         """Width in bits of the decoded values, before the zero point is subtracted."""
         return self.greatest.bit_length()
 
@@ -74,7 +74,7 @@ class Coding:
 
     def longest_rotation(self, block: int) -> int:
         """Largest Walsh-Hadamard transform, in dp4a groups of a block, whose results fit into bytes; 1: none."""
-        return math.gcd(1 << 8 - self.number_bits, block // DP4A_BYTES)
+        return math.gcd(1 << 8 - self.value_bits, block // DP4A_BYTES)
 
     def rotated(self, rotation: int) -> RotatedCoding:
         return RotatedCoding(self, rotation)
@@ -93,7 +93,7 @@ class RotatedCoding:
 
     @property
     def offset(self) -> int:
-        return self.rotation << self.coding.number_bits - 1
+        return self.rotation << self.coding.value_bits - 1
 
     @property
     def greatest(self) -> int:

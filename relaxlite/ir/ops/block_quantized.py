@@ -64,7 +64,7 @@ from relaxlite.records import dataclass
 
 BITS = tuple(BIT_PLANES)
 FLOATS = ("float32", "float16", "bfloat16")  # dtypes of float scales, offsets and factors
-CODES = ("uint8", "int8")  # dtypes of scales and offsets that have factors
+CODE_DTYPES = ("uint8", "int8")  # dtypes of scales and offsets that have factors
 T = TypeVar("T")
 
 LONGEST_BLOCK = 256  # the sum of products of a block fits into int32: 256 * 255 * (127 * 256 + 128) < 2**31
@@ -76,7 +76,7 @@ CODED: Mapping[str, Attr] = {"bits": Attr("int", choices=BITS), "zero": Attr("in
 def _with_factors(scales: Sequence[T], dtype_of: Callable[[T], str]) -> list[tuple[T, T | None]]:
     """Pair the scales, and the offsets if there are any, with their factors (None: they are floats)."""
     rest = iter(scales)
-    return [(values, next(rest, None) if dtype_of(values) in CODES else None) for values in rest]
+    return [(values, next(rest, None) if dtype_of(values) in CODE_DTYPES else None) for values in rest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class BlocksOp(Op):
         """Check a blocked weight by the types of `words` and of the operands after it; see `rows_of`."""
         bits, problem = coding.bits, coding.problem()
         scales = types[0]
-        if words.dtype != "int32" or words.rank != 2 or scales.rank != 2 or scales.dtype not in (*FLOATS, *CODES):
+        if words.dtype != "int32" or words.rank != 2 or scales.rank != 2 or scales.dtype not in (*FLOATS, *CODE_DTYPES):
             self.fail(
                 f"words must be int32 and scales {', '.join(FLOATS)}, or uint8 or int8 with factors, all of rank 2, "
                 f"got {words} and {scales}"
@@ -132,7 +132,7 @@ class BlocksOp(Op):
         if not fills_words(rows, rows // blocks, bits):
             self.fail(f"{rows} codes of {bits} bits do not fill whole words in blocks of {rows // blocks} rows")
         num_operands = 1
-        if scales.dtype in CODES:
+        if scales.dtype in CODE_DTYPES:
             num_operands = 2
             self._check_factors(scales, types[1] if len(types) > 1 else None)
         scale_types, offset_types = types[:num_operands], types[num_operands:]
@@ -187,7 +187,7 @@ class BlocksOp(Op):
             )
 
 
-def block_of(words: Matrix, scales: Matrix, bits: int) -> int:
+def rows_per_block(words: Matrix, scales: Matrix, bits: int) -> int:
     """Number of rows of a block."""
     count, blocks = as_int(words.shape[0]) or 0, as_int(scales.shape[0]) or 1
     return count * 32 // bits // blocks
@@ -208,7 +208,7 @@ def _load_scales(scales: Sequence[Matrix], g: SymExpr, j: IntLike) -> list[Scala
 def weight_at(words: Matrix, scales: Sequence[Matrix], k: SymExpr, j: IntLike, coding: Coding) -> Scalar:
     """Dequantize the element in row k and column j to float32."""
     bits, zero = coding.bits, coding.zero
-    block = block_of(words, scales[0], bits)
+    block = rows_per_block(words, scales[0], bits)
     run_rows, byte = rows_of_run(block, bits), k % DP4A_BYTES * 8
     if len(BIT_PLANES[bits]) == 1:
         group, first = k // DP4A_BYTES, sym(0)
@@ -255,8 +255,8 @@ def dequantized(words: Array, scale_operands: Sequence[Array], coding: Coding) -
     return np.asarray(result.reshape(codes.shape), np.float32)
 
 
-SOME_TABLE = (0, 255, 3, 127, 128, 129, 7, 90, 200, 201, 202, 17, 16, 15, 14, 1)
-SMALL_TABLE = (0, 24, 3, 1, 2, 12, 7, 9, 20, 11, 8, 17, 16, 15, 14, 1)
+SAMPLE_TABLE = (0, 255, 3, 127, 128, 129, 7, 90, 200, 201, 202, 17, 16, 15, 14, 1)
+SMALL_SAMPLE_TABLE = (0, 24, 3, 1, 2, 12, 7, 9, 20, 11, 8, 17, 16, 15, 14, 1)
 
 
 def some_words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
@@ -297,10 +297,10 @@ class DequantizeBlocks(BlocksOp):
         yield Sample(((12, "n"), (4, "n"), (2, "n")), {"bits": 6, "zero": 32}, ("int32", "int8", "float16"), make)
         two_level = ("int32", "uint8", "float16", "uint8", "float16")
         yield Sample(((16, "n"), (4, "n"), (1, "n"), (4, "n"), (1, "n")), {"bits": 4}, two_level, make)
-        yield Sample(((8, "n"), (2, "n")), {"bits": 4, "zero": 128, "table": SOME_TABLE}, kinds[:2], make)
+        yield Sample(((8, "n"), (2, "n")), {"bits": 4, "zero": 128, "table": SAMPLE_TABLE}, kinds[:2], make)
         yield Sample(((4, "n"), (4, "n"), (4, "n")), {"bits": 2}, kinds, make)
         yield Sample(((6, "n"), (4, "n")), {"bits": 3, "zero": 4}, kinds[:2], make)
-        yield Sample(((6, "n"), (2, "n")), {"bits": 3, "zero": 128, "table": SOME_TABLE[:8]}, kinds[:2], make)
+        yield Sample(((6, "n"), (2, "n")), {"bits": 3, "zero": 128, "table": SAMPLE_TABLE[:8]}, kinds[:2], make)
         yield Sample(((2, "n"), (2, "n")), {"bits": 1, "zero": 1, "table": (0, 2)}, kinds[:2], make)
 
 
@@ -343,9 +343,9 @@ class GatherBlocks(BlocksOp):
         yield Sample(((), (16, 5), (2, 5)), {"bits": 8, "zero": 128}, ("int32", *kinds[1:3]), make)
         two_level = ("int64", "int32", "uint8", "float16", "uint8", "float16")
         yield Sample((("m",), (20, 5), (4, 5), (2, 5), (4, 5), (2, 5)), {"bits": 5}, two_level, make)
-        yield Sample((("m",), (8, 5), (2, 5)), {"bits": 4, "zero": 9, "table": SOME_TABLE}, kinds[:3], make)
+        yield Sample((("m",), (8, 5), (2, 5)), {"bits": 4, "zero": 9, "table": SAMPLE_TABLE}, kinds[:3], make)
         yield Sample((("m",), (6, 5), (4, 5)), {"bits": 3, "zero": 4}, kinds[:3], make)
-        yield Sample((("m",), (4, 5), (2, 5)), {"bits": 2, "zero": 9, "table": SOME_TABLE[4:8]}, kinds[:3], make)
+        yield Sample((("m",), (4, 5), (2, 5)), {"bits": 2, "zero": 9, "table": SAMPLE_TABLE[4:8]}, kinds[:3], make)
 
 
 def _dot4(total: Value, a: Value, b: Value, greatest: int) -> Intrinsic:
@@ -374,7 +374,7 @@ class BlockSums:
     def _term(self, i: SymExpr, j: SymExpr, g: SymExpr) -> Value:
         """The contribution of block g to element (i, j), float32."""
         (x, x_scales, _), low_bits = self.rounded, self.low_bits
-        block, coding = block_of(self.words, self.scales[0], self.coding.bits), self.coding.rotated(self.rotation)
+        block, coding = rows_per_block(self.words, self.scales[0], self.coding.bits), self.coding.rotated(self.rotation)
         groups, greatest = block // DP4A_BYTES, coding.greatest
         codes = coding.mixed(_load_groups(self.words, g, j, block, self.coding))
         start = literal(0, "int32")
@@ -455,13 +455,13 @@ class MatmulBlocks(BlocksOp):
 
         configurations: tuple[tuple[int, int, int, int, tuple[int, ...], int], ...] = (
             (4, 32, 8, 0, (), 1), (8, 32, 128, 0, (), 1), (5, 32, 0, 8, (), 1), (6, 16, 32, 0, (), 1),
-            (4, 32, 8, 4, (), 1), (4, 32, 128, 0, SOME_TABLE, 1), (4, 32, 128, 4, SOME_TABLE, 1),
-            (4, 16, 0, 8, SOME_TABLE, 1), (4, 32, 8, 0, (), 8), (4, 64, 0, 0, (), 16), (4, 32, 5, 4, (), 4),
+            (4, 32, 8, 4, (), 1), (4, 32, 128, 0, SAMPLE_TABLE, 1), (4, 32, 128, 4, SAMPLE_TABLE, 1),
+            (4, 16, 0, 8, SAMPLE_TABLE, 1), (4, 32, 8, 0, (), 8), (4, 64, 0, 0, (), 16), (4, 32, 5, 4, (), 4),
             (5, 32, 16, 0, (), 8), (5, 32, 0, 0, (), 8), (6, 16, 32, 0, (), 4), (6, 16, 0, 0, (), 2),
-            (4, 32, 12, 0, SMALL_TABLE, 8), (4, 16, 0, 0, SMALL_TABLE, 4),
+            (4, 32, 12, 0, SMALL_SAMPLE_TABLE, 8), (4, 16, 0, 0, SMALL_SAMPLE_TABLE, 4),
             (2, 32, 1, 0, (), 1), (2, 16, 0, 4, (), 1), (2, 32, 1, 0, (), 8), (3, 16, 4, 4, (), 1),
-            (3, 32, 0, 8, (), 1), (3, 16, 4, 0, (), 4), (3, 32, 9, 4, SMALL_TABLE[:8], 1),
-            (3, 16, 12, 0, SMALL_TABLE[8:], 4), (1, 32, 1, 0, (0, 2), 8), (1, 16, 0, 4, (), 1),
+            (3, 32, 0, 8, (), 1), (3, 16, 4, 0, (), 4), (3, 32, 9, 4, SMALL_SAMPLE_TABLE[:8], 1),
+            (3, 16, 12, 0, SMALL_SAMPLE_TABLE[8:], 4), (1, 32, 1, 0, (0, 2), 8), (1, 16, 0, 4, (), 1),
         )  # fmt: skip
         for bits, block, zero, low_bits, table, rotation in configurations:
             rows, count = 2 * block, bytes_of_block(block, low_bits)

@@ -369,14 +369,14 @@ class GroupedMatmulBlocks(_Grouped):
             activations = ((2, 6, bytes_of_block(block, low_bits)), (2, 6), rows)
             weight: tuple[tuple[int | str, ...], ...] = ((4, 2 * block * bits // 32, "n"), (4, 2, "n"))
             attrs: dict[str, Any] = {"bits": bits, "zero": zero, "low_bits": low_bits, "rotation": rotation}
-            rounded = quantized_rows(6, 2 * block, block, low_bits, rotation)
+            rounded = draw_quantized_rows(6, 2 * block, block, low_bits, rotation)
             make: dict[int, Any] = {k: lambda shape, rng, a=a: a for k, a in enumerate(rounded)}
             make |= {3: lambda shape, rng: spans_of((2, 0, 3, 1)), 4: some_words}
             shapes = (*activations, (5, 3), *weight, *([] if zero else [(4, 2, "n")]))
             yield Sample(shapes, attrs, kinds[: 6 if zero else 7], make, 1e-4)
 
 
-def quantized_rows(m: int, depth: int, block: int, low_bits: int, rotation: int) -> Any:
+def draw_quantized_rows(m: int, depth: int, block: int, low_bits: int, rotation: int) -> Any:
     """Draw rows (m, depth) and quantize them by `quantize_blocks`."""
     x = np.random.default_rng(0).standard_normal((m, depth)).astype(np.float32)
     return get_op("quantize_blocks").reference(x, block=block, low_bits=low_bits, rotation=rotation)

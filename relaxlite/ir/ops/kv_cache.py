@@ -38,8 +38,8 @@ from relaxlite.records import dataclass
 
 T = TypeVar("T")
 BLOCK_FIELDS = 6  # sequence, first row, number of rows, position of the first row, part, number of parts
-SPAN = 4  # pages per step of the online softmax
-LOWEST = float(np.finfo(np.float32).min)  # masked score: -inf - -inf would be NaN
+PAGES_PER_STEP = 4  # pages per step of the online softmax
+MASKED_SCORE = float(np.finfo(np.float32).min)  # masked score: -inf - -inf would be NaN
 
 
 @register
@@ -337,7 +337,7 @@ class _Block(ABC):
             extents = (rows, *buffer.shape[1:])
             return self._nest(extents, lambda *at: Store(buffer, at, literal(value, "float32")))
 
-        return seq(fill(self.sums, 0.0), fill(self.total, 0.0), fill(self.row_max, LOWEST))
+        return seq(fill(self.sums, 0.0), fill(self.total, 0.0), fill(self.row_max, MASKED_SCORE))
 
     def _nest(self, extents: tuple[SymExpr, ...], make: Callable[..., Stmt]) -> Stmt:
         """Loops over rows and columns; the bound of `r` proves that rows are inside their buffers."""
@@ -376,7 +376,7 @@ class _Attend(_Block):
     def __init__(self, problem: _Problem, w: SymExpr, h: SymExpr) -> None:
         super().__init__(problem, w, h)
         self.queries = self._local("queries", self.width)
-        self.scores = self._local("scores", self.page * SPAN)
+        self.scores = self._local("scores", self.page * PAGES_PER_STEP)
 
     def stmt(self) -> Stmt:
         problem = self.problem
@@ -406,8 +406,8 @@ class _Attend(_Block):
             self._load_queries(),
             loops(
                 "b",
-                ((count + SPAN - 1) // SPAN,),
-                lambda b: self._softmax_step(part_page + b * SPAN, part_page + count),
+                ((count + PAGES_PER_STEP - 1) // PAGES_PER_STEP,),
+                lambda b: self._softmax_step(part_page + b * PAGES_PER_STEP, part_page + count),
             ),
             self._finish(1 - self.is_split),
             self._store_part(),
@@ -443,9 +443,9 @@ class _Attend(_Block):
         return self._over_rows(sym(1), row)
 
     def _softmax_step(self, first: SymExpr, end: SymExpr) -> Stmt:
-        """One step of the online softmax: pages `first` to `end` of the sequence, at most SPAN of them."""
+        """One step of the online softmax: pages `first` to `end` of the sequence, at most PAGES_PER_STEP of them."""
         scores, row_max, rescale, total = self.scores, self.row_max, self.rescale, self.total
-        pages, rows = smin(sym(SPAN), end - first), self.rows
+        pages, rows = smin(sym(PAGES_PER_STEP), end - first), self.rows
         keys = pages * self.page
 
         def update_max(r: SymExpr, step_max: Scalar) -> Stmt:
@@ -455,7 +455,7 @@ class _Attend(_Block):
 
         def compute_weight(r: SymExpr, j: SymExpr) -> Stmt:
             exp_score = weight(Scalar(scores[r, j]) - Scalar(row_max[(r,)]))
-            is_masked = Scalar(scores[r, j]) <= LOWEST  # all keys so far may be masked for a row
+            is_masked = Scalar(scores[r, j]) <= MASKED_SCORE  # all keys so far may be masked for a row
             return Store(scores, (r, j), select(is_masked, 0.0, exp_score).value)
 
         def add_total(r: SymExpr, step_sum: Scalar) -> Stmt:
@@ -497,7 +497,7 @@ class _Attend(_Block):
             is_visible = index(j, "int32") <= query
             if problem.window is not None:
                 is_visible = is_visible & (index(j, "int32") > query - problem.window)
-            return Store(self.scores, (r, p * self.page + j), select(is_visible, total, LOWEST).value)
+            return Store(self.scores, (r, p * self.page + j), select(is_visible, total, MASKED_SCORE).value)
 
         return self._fold("add", (self.rows, self.page), self.width, score, store_score)
 

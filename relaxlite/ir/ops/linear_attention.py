@@ -40,9 +40,9 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
 
 SPAN_FIELDS = 4
-COLUMNS = 32  # independent columns of a state per task: 128 x 32 floats stay in the L1 cache from token to token
-CHAINS = 2  # independent accumulators, to hide the latency of additions; 1 if rows are odd
-CHANNELS = 512  # channels of a convolution per task
+TASK_COLUMNS = 32  # independent columns of a state per task: 128 x 32 floats stay in the L1 cache from token to token
+MAX_ACCUMULATORS = 2  # independent accumulators, to hide the latency of additions; 1 if rows are odd
+TASK_CHANNELS = 512  # channels of a convolution per task
 
 
 @register
@@ -88,7 +88,11 @@ class GatedLinearAttention(Op):
     ) -> Stmt:  # fmt: skip
         y, new = out
         heads, width, key_width = (as_int(d) or 1 for d in (*v.shape[1:], k.shape[2]))
-        key_heads, columns, chains = as_int(k.shape[1]) or 1, _divisor(width, COLUMNS), _divisor(key_width, CHAINS)
+        key_heads, columns, chains = (
+            as_int(k.shape[1]) or 1,
+            _divisor(width, TASK_COLUMNS),
+            _divisor(key_width, MAX_ACCUMULATORS),
+        )
         blocks = width // columns
         state = Buffer("state", (sym(key_width), sym(columns)), "float32", "local")
         change, *all_sums = (
@@ -238,7 +242,7 @@ class StateConvolution(Op):
     def lower(self, x: Buffer, weight: Buffer, pool: Buffer, spans: Buffer, *, out: tuple[Buffer, Buffer]) -> Stmt:
         y, new = out
         length, width = (as_int(d) or 1 for d in weight.shape)
-        channels = _divisor(width, CHANNELS)
+        channels = _divisor(width, TASK_CHANNELS)
         parts = width // channels
 
         def task(t: SymExpr) -> Stmt:

@@ -36,18 +36,18 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
 
-BLOCKS = (64, 16)  # queries per block, which reads keys and values once; the smaller size is for the remainder
-FEW = 4  # up to this remainder, queries are computed one by one, vectorized along keys and widths
-KEYS = 48  # keys per block: the scores stay in the L1 cache
-KEYS_OF_ONE = 256  # keys per block of a single query
-WIDEST = 512  # widest q, k and v: blocks have to stay in the private caches of a core
+QUERY_BLOCKS = (64, 16)  # queries per block, which reads keys and values once; the smaller size is for the remainder
+MAX_SINGLE_QUERIES = 4  # up to this remainder, queries are computed one by one, vectorized along keys and widths
+KEY_BLOCK = 48  # keys per block: the scores stay in the L1 cache
+SINGLE_QUERY_KEY_BLOCK = 256  # keys per block of a single query
+MAX_WIDTH = 512  # widest q, k and v: blocks have to stay in the private caches of a core
 
 Axes: TypeAlias = tuple[int, ...]
 
 
 def has_blocks(q: Shape, v: Shape) -> bool:
     """Whether q and v of these (transposed) shapes have constant widths, small enough for the blocked program."""
-    return all((as_int(width) or WIDEST + 1) <= WIDEST for width in (q[-1], v[-1]))
+    return all((as_int(width) or MAX_WIDTH + 1) <= MAX_WIDTH for width in (q[-1], v[-1]))
 
 
 @register
@@ -172,9 +172,11 @@ class Attention(Op):
         )
         is_paired = attrs["rounds"] and q.dtype == "bfloat16" and (as_int(views[0].shape[-1]) or 1) % 2 == 0
         problem = _Problem(*views, result, bias, mask, attrs["zero_nan"], scale, accumulator(out.dtype), is_paired)
-        large, small = BLOCKS
+        large, small = QUERY_BLOCKS
         start, remainder = problem.rows // large * large, problem.rows % large
-        is_few = smin(FEW + 1 - smin(remainder, sym(FEW + 1)), sym(1))  # whether at most FEW are left: 1 or 0
+        is_few = smin(
+            MAX_SINGLE_QUERIES + 1 - smin(remainder, sym(MAX_SINGLE_QUERIES + 1)), sym(1)
+        )  # whether at most FEW are left: 1 or 0
         block_ranges = (
             (sym(0), problem.rows // large, large),
             (start, (1 - is_few) * ((remainder + small - 1) // small), small),
@@ -308,7 +310,7 @@ class _Problem:
 
 def _over_blocks(problem: _Problem, batch: Shape, start: SymExpr, count: SymExpr, size: int) -> Stmt:
     """Loop over `count` blocks of `size` queries from `start` on, in every matrix; the last one may be partial."""
-    may_be_partial = size == BLOCKS[-1]  # the last block may be partial
+    may_be_partial = size == QUERY_BLOCKS[-1]  # the last block may be partial
 
     def block(*at: SymVar) -> Stmt:
         first = start + at[-1] * size
@@ -326,7 +328,7 @@ class _Block:
         self.keys = problem.k.shape[-2]
         self.width, self.depth = problem.q.shape[-1], problem.v.shape[-1]
         self.is_paired = problem.is_paired and size > 1
-        self.max_keys = KEYS_OF_ONE if size == 1 else KEYS
+        self.max_keys = SINGLE_QUERY_KEY_BLOCK if size == 1 else KEY_BLOCK
         self.queries = self._local("queries", self.width)
         if self.is_paired:
             pairs = sym(self.max_keys // 2)

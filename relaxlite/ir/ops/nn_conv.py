@@ -54,12 +54,12 @@ def to_last(dims: Shape) -> Shape:
     return (dims[0], *dims[2:], dims[1])
 
 
-def filters_to_first(dims: Shape) -> Shape:
+def filters_to_channels_first(dims: Shape) -> Shape:
     """Reorder (kernel..., c, oc) to (oc, c, kernel...)."""
     return (dims[-1], dims[-2], *dims[:-2])
 
 
-def filters_to_last(dims: Shape) -> Shape:
+def filters_to_channels_last(dims: Shape) -> Shape:
     """Reorder (oc, c, kernel...) to (kernel..., c, oc)."""
     return (*dims[2:], dims[1], dims[0])
 
@@ -69,7 +69,7 @@ def is_zero(pads: Shape) -> bool:
     return all(as_int(p) == 0 for p in pads)
 
 
-def is_small(w: Shape, strides: Ints | None) -> bool:
+def is_small_depthwise(w: Shape, strides: Ints | None) -> bool:
     """Whether filters (oc, c / groups, kernel...) are small depthwise windows (passes/products/windows_nchw.py)."""
     taps = [as_int(size) for size in w[2:]]
     has_few = None not in taps and math.prod(size or 0 for size in taps) <= MAX_TAPS
@@ -128,7 +128,7 @@ class Convolution(Op):
         return (xs[0], ws[0], *dims)
 
 
-class LaidOut(Convolution):
+class ConvolutionWithLayout(Convolution):
     """Convolution with a layout attribute.
 
     "first": x (n, c, spatial...), w (oc, c / groups, kernel...). "last": x and result (n, spatial..., c), w (kernel...,
@@ -142,14 +142,14 @@ class LaidOut(Convolution):
         xs, ws, padding = super().shapes(x, w, pads)
         if layout == "first":
             return xs, ws, padding
-        return to_first(xs) if layout == "last" else xs, filters_to_first(ws), padding
+        return to_first(xs) if layout == "last" else xs, filters_to_channels_first(ws), padding
 
     def result(self, dtype: str, x: Expr, w: Expr, pads: Expr, *, layout: str, **window: Any) -> TensorType:
         """Result type in the layout."""
         shape = self.result_shape(x, w, pads, layout=layout, **window)
         return TensorType.of(shape if layout == "first" else to_last(shape), dtype)
 
-    def correlated(self, x: Any, w: Any, pads: Ints, *, layout: str, **window: Any) -> Any:
+    def reference_convolution(self, x: Any, w: Any, pads: Ints, *, layout: str, **window: Any) -> Any:
         """Compute the convolution in NumPy, in the dtype of x."""
         if layout == "last":
             x = np.moveaxis(x, -1, 1)
@@ -160,7 +160,7 @@ class LaidOut(Convolution):
 
 
 @register
-class Conv(LaidOut):
+class Conv(ConvolutionWithLayout):
     """Convolution (cross-correlation) of x (n, c, spatial...) with w (oc, c / groups, kernel...).
 
     pads: begins, then ends, of the spatial dimensions. Half-precision floats accumulate in float32. `layout` "last": x
@@ -178,7 +178,7 @@ class Conv(LaidOut):
         values = self.shape(pads)
         attrs: dict[str, Any] = dict(call.attrs)
         is_last, filters = attrs["layout"] == "last", self.tensor(w).shape or ()
-        if is_zero(values) or (attrs["groups"] != 1 and (is_last or is_small(filters, attrs["strides"]))):
+        if is_zero(values) or (attrs["groups"] != 1 and (is_last or is_small_depthwise(filters, attrs["strides"]))):
             return None
         padded = pad_spatial(bb, x, values, last=is_last)
         return self(padded, w, (0,) * len(values), **attrs)
@@ -192,7 +192,7 @@ class Conv(LaidOut):
         return lower_windows(self.name, x, w, out, window, term, layout, pads)
 
     def reference(self, x: Any, w: Any, pads: Ints, **attrs: Any) -> Any:
-        return self.correlated(in_accumulator(x), in_accumulator(w), pads, **attrs).astype(x.dtype)
+        return self.reference_convolution(in_accumulator(x), in_accumulator(w), pads, **attrs).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:
         shape = ("float32", "float32", "shape")
@@ -222,7 +222,7 @@ class Conv(LaidOut):
 
 
 @register
-class ConvInteger(LaidOut):
+class ConvInteger(ConvolutionWithLayout):
     """Integer convolution conv(x - x_zero, w - w_zero) of int8, uint8 or int16 in int32; sums wrap.
 
     Padding has the value x_zero. x_zero is a scalar, w_zero a scalar or one value per channel of the result; w_zero
@@ -271,7 +271,9 @@ class ConvInteger(LaidOut):
         zeros = np.asarray(w_zero, np.int32)
         if attrs["layout"] == "first":
             zeros = zeros.reshape(-1, *(1,) * (w.ndim - 1))
-        return self.correlated(x.astype(np.int32) - np.int32(np.reshape(x_zero, ())), w - zeros, pads, **attrs)
+        return self.reference_convolution(
+            x.astype(np.int32) - np.int32(np.reshape(x_zero, ())), w - zeros, pads, **attrs
+        )
 
     def samples(self) -> Iterable[Sample]:
         kinds = ("uint8", "int8", "shape", "uint8", "int8")
@@ -316,7 +318,7 @@ def lower_windows(
     strides, dilations = window["strides"] or (1,) * count, window["dilations"] or (1,) * count
     begins, ends = pads[:count] or (sym(0),) * count, pads[count:] or (sym(0),) * count
     xs = to_first(x.shape) if layout == "last" else x.shape
-    ws = w.shape if layout == "first" else filters_to_first(w.shape)
+    ws = w.shape if layout == "first" else filters_to_channels_first(w.shape)
     order = range(1, count + 2) if layout == "first" else (*range(2, count + 2), 1)
     reduced = [axis for axis in order if as_int(ws[axis]) != 1]
 
@@ -331,7 +333,7 @@ def lower_windows(
         inside += [index(at) < s for at, s, end in zip(where, xs[2:], ends, strict=True) if as_int(end) != 0]
         in_x, in_w = (n, channel, *where), (oc, *filter_index[1:])
         element_x = Scalar(x[to_last(in_x) if layout == "last" else in_x])
-        element_w = w[in_w if layout == "first" else filters_to_last(in_w)]
+        element_w = w[in_w if layout == "first" else filters_to_channels_last(in_w)]
         return term(select(all_of(inside), element_x, 0) if inside else element_x, Scalar(element_w), oc)
 
     pairs = [(xs[1], ws[1] * groups), (ws[0] % groups, sym(0))]

@@ -50,7 +50,7 @@ class Window:
         size = shape[1:-1] if last else shape[2:]
         return Window(size, pads, kernel, strides, dilations, attrs["ceil_mode"], attrs["at_least_one"], last)
 
-    def natural(self, i: Shape) -> Shape:
+    def channels_first(self, i: Shape) -> Shape:
         """Reorder the indices of a nest over the result and the taps to (n, c, o..., taps...)."""
         outer = 2 + len(self.kernel)
         return (*to_first(i[:outer]), *i[outer:]) if self.channels_last else i
@@ -102,8 +102,8 @@ class Window:
         return fitting if PROVER.can_prove_le(self.end(k) + stride, extent) else smin(fitting, starting)
 
     def at(self, i: Shape) -> tuple[Shape, list[Scalar]]:
-        """Indices of the x element under a tap of a window, and the conditions to be inside x; `i`: see `natural`."""
-        outer, i = 2 + len(self.kernel), self.natural(i)
+        """Indices of the x element under a tap of a window, and conditions to be inside x; `i`: see `channels_first`."""
+        outer, i = 2 + len(self.kernel), self.channels_first(i)
         o, full = i[2:outer], [sym(0)] * len(self.kernel)
         for k, tap in zip(self.reduced, i[outer:], strict=True):
             full[k] = tap
@@ -150,7 +150,7 @@ class Window:
             return select(all_of(conditions), result, Scalar(start)).value if conditions else result.value
 
         extents = [self.kernel[k] for k in self.reduced]
-        return reduce(out, extents, combine, start, tap, lambda total, *i: finish(total, *self.natural(i)))
+        return reduce(out, extents, combine, start, tap, lambda total, *i: finish(total, *self.channels_first(i)))
 
 
 class _Pool(Op):

@@ -25,7 +25,7 @@ from relaxlite.ir.program import Allocate, Buffer, Check, Load, Stmt, Store, Val
 from relaxlite.ir.symbolic import SymVar, as_int, ceildiv, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
 
-QUANTIZED = ("int8", "uint8", "int16", "uint16", "int32")
+QUANTIZED_DTYPES = ("int8", "uint8", "int16", "uint16", "int32")
 
 
 class _Scaled(Op):
@@ -107,10 +107,10 @@ class QuantizeLinear(_Scaled):
     ) -> Type:
         self.check_scale(x, scale, zero_point, axis, block_size)
         result = dtype or ("uint8" if zero_point is None else self.tensor(zero_point).dtype)
-        if result not in QUANTIZED or (zero_point is not None and self.tensor(zero_point).dtype != result):
-            zero_text = "no zero_point" if zero_point is None else f"zero_point {zero_point.ty}"
+        if result not in QUANTIZED_DTYPES or (zero_point is not None and self.tensor(zero_point).dtype != result):
+            zero = "no zero_point" if zero_point is None else f"zero_point {zero_point.ty}"
             self.fail(
-                f"the result must be one of {', '.join(QUANTIZED)}, as zero_point is, got {result} and {zero_text}"
+                f"the result must be one of {', '.join(QUANTIZED_DTYPES)}, as zero_point is, got {result} and {zero}"
             )
         return TensorType(self.tensor(x).shape, result, self.tensor(x).rank)
 
@@ -158,10 +158,10 @@ class DequantizeLinear(_Scaled):
     def infer(self, x: Expr, scale: Expr, zero_point: Expr | None = None, *, axis: int, block_size: int) -> Type:
         self.check_scale(x, scale, zero_point, axis, block_size)
         ty = self.tensor(x)
-        if ty.dtype not in QUANTIZED or (zero_point is not None and self.tensor(zero_point).dtype != ty.dtype):
-            zero_text = "no zero_point" if zero_point is None else f"zero_point {zero_point.ty}"
+        if ty.dtype not in QUANTIZED_DTYPES or (zero_point is not None and self.tensor(zero_point).dtype != ty.dtype):
+            zero = "no zero_point" if zero_point is None else f"zero_point {zero_point.ty}"
             self.fail(
-                f"x must be one of {', '.join(QUANTIZED)}, with a zero_point of the same, got {ty} and {zero_text}"
+                f"x must be one of {', '.join(QUANTIZED_DTYPES)}, with a zero_point of the same, got {ty} and {zero}"
             )
         return TensorType(ty.shape, self.tensor(scale).dtype, ty.rank)
 

@@ -2,7 +2,7 @@
 
 A layer is composed of one matrix product, which projects all time steps at once, and a *scan* per direction: an op
 whose program is a serial loop over time around a small matrix product of the state. The composition is written once,
-for an `Ops`, and runs on expressions (decompose) as well as on arrays (reference).
+for an `ExprOps`, and runs on expressions (decompose) as well as on arrays (reference).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from relaxlite.ir.symbolic import as_int, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
 
 
-class Ops:
+class ExprOps:
     """Interface of the composition: runs ops on expressions, emitting calls by a builder."""
 
     def __init__(self, bb: BlockBuilder) -> None:
@@ -39,7 +39,7 @@ class Ops:
         return self.bb.emit(TupleGetItem(x, k))
 
 
-class ArrayOps(Ops):
+class ArrayOps(ExprOps):
     """Runs the references of ops on NumPy arrays."""
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class ArrayOps(Ops):
         return x[k]
 
 
-def _part(ops: Ops, x: Any, axis: int, begin: Any, size: Any) -> Any:
+def _part(ops: ExprOps, x: Any, axis: int, begin: Any, size: Any) -> Any:
     return ops.run("slice", x, (begin,), (size,), axes=(axis,))
 
 
-def _direction(ops: Ops, x: Any, d: int) -> Any:
+def _direction(ops: ExprOps, x: Any, d: int) -> Any:
     """Slice x[d] of a weight whose first dimension is the direction."""
     shape = tuple(ops.shape(x))
     return ops.run("reshape", x if as_int(shape[0]) == 1 else _part(ops, x, 0, d, 1), shape[1:])
@@ -129,7 +129,7 @@ class _Recurrent(Op):
             )
         return direction_attrs
 
-    def compose(self, ops: Ops, x: Any, w: Any, r: Any, b: Any, *rest: Any, attrs: Mapping[str, Any]) -> list[Any]:
+    def compose(self, ops: ExprOps, x: Any, w: Any, r: Any, b: Any, *rest: Any, attrs: Mapping[str, Any]) -> list[Any]:
         """Run the layer: [y, final states...]."""
         states, extra = list(rest[: self.states]), rest[self.states :]
         lengths, more = (extra[0] if extra else None), extra[1:]
@@ -162,7 +162,15 @@ class _Recurrent(Op):
         return joined
 
     def scan_operands(
-        self, ops: Ops, projected: Any, r: Any, b: Any, states: Sequence[Any], lengths: Any, more: Sequence[Any], d: int
+        self,
+        ops: ExprOps,
+        projected: Any,
+        r: Any,
+        b: Any,
+        states: Sequence[Any],
+        lengths: Any,
+        more: Sequence[Any],
+        d: int,
     ) -> list[Any]:
         """Operands of the scan of direction d: gates plus both biases, r transposed, states, lengths."""
         rows = ops.shape(b)[1] // 2
@@ -178,7 +186,7 @@ class _Recurrent(Op):
 
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         dtype = self.tensor(call.args[0]).dtype
-        ops, args = Ops(bb), list(call.args)
+        ops, args = ExprOps(bb), list(call.args)
         if dtype in HALF:
             args = [ops.run("cast", a, dtype="float32") if self.tensor(a).dtype == dtype else a for a in args]
         results = self.compose(ops, *args, attrs=call.attrs)
@@ -226,7 +234,15 @@ class Lstm(_Recurrent):
     default_activations = ("sigmoid", "tanh", "tanh")
 
     def scan_operands(
-        self, ops: Ops, projected: Any, r: Any, b: Any, states: Sequence[Any], lengths: Any, more: Sequence[Any], d: int
+        self,
+        ops: ExprOps,
+        projected: Any,
+        r: Any,
+        b: Any,
+        states: Sequence[Any],
+        lengths: Any,
+        more: Sequence[Any],
+        d: int,
     ) -> list[Any]:
         operands = super().scan_operands(ops, projected, r, b, states, lengths, more, d)
         return operands + [_direction(ops, peepholes, d) for peepholes in more]
@@ -255,7 +271,15 @@ class Gru(_Recurrent):
     default_activations = ("sigmoid", "tanh")
 
     def scan_operands(
-        self, ops: Ops, projected: Any, r: Any, b: Any, states: Sequence[Any], lengths: Any, more: Sequence[Any], d: int
+        self,
+        ops: ExprOps,
+        projected: Any,
+        r: Any,
+        b: Any,
+        states: Sequence[Any],
+        lengths: Any,
+        more: Sequence[Any],
+        d: int,
     ) -> list[Any]:
         """Operands of the scan, including the recurrent bias, which it adds before the reset gate."""
         bias, rows = _direction(ops, b, d), ops.shape(b)[1] // 2

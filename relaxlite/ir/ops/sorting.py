@@ -33,7 +33,7 @@ def is_better(a: Scalar, b: Scalar, descending: bool) -> Scalar:
     return first | (high.unary("isnan") & ~low.unary("isnan"))
 
 
-def rows(shape: Shape, axis: int, make: Callable[[At], Stmt]) -> Stmt:
+def row_loops(shape: Shape, axis: int, make: Callable[[At], Stmt]) -> Stmt:
     """Loops over all dimensions but `axis`; `make` gets a function from a position along the axis to indices."""
 
     def row(*outer: SymExpr) -> Stmt:
@@ -139,7 +139,7 @@ class ArgSort(_Sorting):
     def lower(self, x: Buffer, *, out: Buffer, axis: int, descending: bool) -> Stmt:
         axis = normalize_axis(self, axis, len(x.shape))
         merged = Buffer("merged", out.shape, "int64")
-        nest = rows(x.shape, axis, lambda at: merge_sort(x, out, merged, at, x.shape[axis], descending))
+        nest = row_loops(x.shape, axis, lambda at: merge_sort(x, out, merged, at, x.shape[axis], descending))
         return Allocate(merged, nest)
 
     def reference(self, x: Any, *, axis: int, descending: bool) -> Any:
@@ -201,7 +201,7 @@ class TopK(Op):
     def lower(self, x: Buffer, k: Shape, *, out: tuple[Buffer, Buffer], axis: int, largest: bool, sorted: bool) -> Stmt:
         axis = normalize_axis(self, axis, len(x.shape))
         size = x.shape[axis]
-        nest = rows(x.shape, axis, lambda at: _insert_all(x, out, at, size, k[0], largest))
+        nest = row_loops(x.shape, axis, lambda at: _insert_all(x, out, at, size, k[0], largest))
         if PROVER.can_prove_le(k[0], size):
             return nest
         return seq(
