@@ -348,9 +348,9 @@ class GatherBlocks(BlocksOp):
         yield Sample((("m",), (4, 5), (2, 5)), {"bits": 2, "zero": 9, "table": SAMPLE_TABLE[4:8]}, kinds[:3], make)
 
 
-def _dot4(total: Value, a: Value, b: Value, greatest: int) -> Intrinsic:
-    """total + the dot product of four bytes, u8 in `a` (at most `greatest`) and s8 in `b`."""
-    return Intrinsic(DOT4_PACKED_U8S8, (total, a, b, literal(greatest, "int32"), literal(128, "int32")), "int32")
+def _dot4(total: Value, a: Value, b: Value, max_code: int) -> Intrinsic:
+    """total + the dot product of four bytes, u8 in `a` (at most `max_code`) and s8 in `b`."""
+    return Intrinsic(DOT4_PACKED_U8S8, (total, a, b, literal(max_code, "int32"), literal(128, "int32")), "int32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +375,7 @@ class BlockSums:
         """The contribution of block g to element (i, j), float32."""
         (x, x_scales, _), low_bits = self.rounded, self.low_bits
         block, coding = rows_per_block(self.words, self.scales[0], self.coding.bits), self.coding.rotated(self.rotation)
-        groups, greatest = block // DP4A_BYTES, coding.greatest
+        groups, max_code = block // DP4A_BYTES, coding.greatest
         codes = coding.mixed(_load_groups(self.words, g, j, block, self.coding))
         start = literal(0, "int32")
         correction: Value = start
@@ -385,11 +385,11 @@ class BlockSums:
             start if low_bits else correction,
             codes,
             [_pack_activations(x, g, i, group) for group in range(groups)],
-            greatest,
+            max_code,
         )
         if low_bits:
             low = _dot_product(
-                correction, codes, [_pack_activations(x, g, i, groups + group) for group in range(groups)], greatest
+                correction, codes, [_pack_activations(x, g, i, groups + group) for group in range(groups)], max_code
             )
             total = Scalar(high).binary("shift_left", low_bits) + Scalar(low)
         else:
@@ -513,11 +513,11 @@ def multiplied(
     return np.asarray((result * x_scales[..., None]).sum(axis=0), np.float32)
 
 
-def _dot_product(start: Value, codes: Sequence[Value], numbers: Sequence[Value], greatest: int) -> Value:
+def _dot_product(start: Value, codes: Sequence[Value], numbers: Sequence[Value], max_code: int) -> Value:
     """start + dot product of codes and numbers, in two independent chains to hide the latency of the instruction."""
     chains = [start, literal(0, "int32")]
     for q, (code, number) in enumerate(zip(codes, numbers, strict=True)):
-        chains[q % 2] = _dot4(chains[q % 2], code, number, greatest)
+        chains[q % 2] = _dot4(chains[q % 2], code, number, max_code)
     return (Scalar(chains[0]) + Scalar(chains[1])).value
 
 

@@ -102,7 +102,7 @@ class Window:
         return fitting if PROVER.can_prove_le(self.end(k) + stride, extent) else smin(fitting, starting)
 
     def at(self, i: Shape) -> tuple[Shape, list[Scalar]]:
-        """Indices of the x element under a tap of a window, and conditions to be inside x; `i`: see `channels_first`."""
+        """Indices of the x element under a tap, and conditions for being inside x; `i`: see `channels_first`."""
         outer, i = 2 + len(self.kernel), self.channels_first(i)
         o, full = i[2:outer], [sym(0)] * len(self.kernel)
         for k, tap in zip(self.reduced, i[outer:], strict=True):
