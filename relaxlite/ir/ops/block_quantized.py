@@ -110,7 +110,7 @@ class BlocksOp(Op):
 
     def rows_of_types(self, words: TensorType, types: list[TensorType], coding: Coding) -> tuple[int, int, SymExpr]:
         """Check a blocked weight by the types of `words` and of the operands after it; see `rows_of`."""
-        bits, problem = coding.bits, coding.problem()
+        bits, error = coding.bits, coding.problem()
         scales = types[0]
         if words.dtype != "int32" or words.rank != 2 or scales.rank != 2 or scales.dtype not in (*FLOATS, *CODE_DTYPES):
             self.fail(
@@ -139,8 +139,8 @@ class BlocksOp(Op):
         if offset_types and offset_types != scale_types:
             wanted_text, got_text = (", ".join(map(str, x)) for x in (scale_types, offset_types))
             self.fail(f"offsets must be like scales, {wanted_text}, got {got_text}")
-        if problem is not None:
-            self.fail(problem)
+        if error is not None:
+            self.fail(error)
         return rows, rows // blocks, words.shape[1]
 
     def rounded_rows(
@@ -217,7 +217,7 @@ def weight_at(words: Matrix, scales: Sequence[Matrix], k: SymExpr, j: IntLike, c
     fields = places_of(group, run_rows, bits)
 
     def bits_at(byte: IntLike, ones: int) -> list[tuple[Scalar, int]]:
-        """Shift the bit planes right by `byte` bits and mask them; `ones` selects one byte (1) or all four (ONES)."""
+        """Shift the bit planes right by `byte` bits and mask them; `ones`: 1 for one byte, ONES for all four."""
         loads = (
             (Scalar(words[first + field.word, j]).binary("shift_right", field.shift + byte), field) for field in fields
         )
