@@ -82,7 +82,7 @@ class GroupedWeight:
     def dequantize(self) -> Array:
         """Return the weight in float32 [n, k]."""
         n, k = self.codes.shape
-        grouped = self.coding.numbers(self.codes).reshape(n, -1, self.group).astype(np.float32)
+        grouped = self.coding.decode(self.codes).reshape(n, -1, self.group).astype(np.float32)
         grouped -= np.float32(self.coding.zero)
         grouped *= self.scales.to_float32()[:, :, None]
         if self.offsets is not None:

@@ -21,7 +21,7 @@ from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Constant, Expr, Var
 from relaxlite.ir.op import Op
-from relaxlite.ir.ops.broadcast import unless_empty
+from relaxlite.ir.ops.broadcast import simplify_nonempty
 from relaxlite.ir.simplify import has_many_atoms
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, sym
 from relaxlite.ir.types import TensorType
@@ -117,7 +117,7 @@ class ShapeResolver:
 
     def simplify_nonempty(self, target: tuple[SymExpr, ...]) -> tuple[SymExpr, ...]:
         """Simplify a shape as if no symbol were 0, and emit a run-time check that both forms are equal."""
-        simpler = tuple(map(unless_empty, target))
+        simpler = tuple(map(simplify_nonempty, target))
         differ = [(a, b) for a, b in zip(target, simpler, strict=True) if a is not b]
         if differ:
             originals, simplified = zip(*dict.fromkeys(differ), strict=True)

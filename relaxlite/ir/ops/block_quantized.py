@@ -41,36 +41,47 @@ from relaxlite.ir.intrinsics import DOT4_PACKED_U8S8, PACK_BYTES
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.block_codes import (
     BIT_PLANES,
+    BYTE_ONES,
     DP4A_BYTES,
-    ONES,
     Array,
     Coding,
+    count_words,
     fills_words,
-    places_of,
-    rotated,
-    rows_of_run,
+    hadamard_transform,
+    locate_bit_fields,
+    rows_per_run,
     unpack_codes,
-    words_of,
 )
 from relaxlite.ir.ops.broadcast import PROVER, format_shape
-from relaxlite.ir.ops.indexing import Position, at_positions, draw_indices, plain_indices
+from relaxlite.ir.ops.indexing import DynamicIndex, constant_indices, draw_indices, with_checked_indices
 from relaxlite.ir.ops.linalg import equality_checks
-from relaxlite.ir.ops.rounded_blocks import LOW_BITS, ROTATIONS, bytes_of_block, integers_of, sums_of, sums_shape
+from relaxlite.ir.ops.rounded_blocks import (
+    LOW_BITS,
+    ROTATIONS,
+    block_sums_shape,
+    bytes_per_block,
+    compute_block_sums,
+    decode_integers,
+)
 from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import Allocate, Buffer, Intrinsic, Load, Stmt, Store, Value, compute, loops, seq
 from relaxlite.ir.symbolic import IntLike, SymExpr, as_int, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
 
-BITS = tuple(BIT_PLANES)
+CODE_BITS = tuple(BIT_PLANES)
 FLOATS = ("float32", "float16", "bfloat16")  # dtypes of float scales, offsets and factors
 CODE_DTYPES = ("uint8", "int8")  # dtypes of scales and offsets that have factors
 T = TypeVar("T")
 
-LONGEST_BLOCK = 256  # the sum of products of a block fits into int32: 256 * 255 * (127 * 256 + 128) < 2**31
+MAX_BLOCK_ROWS = 256  # the sum of products of a block fits into int32: 256 * 255 * (127 * 256 + 128) < 2**31
 
-WEIGHT = ("words", "scales", "*others")
-CODED: Mapping[str, Attr] = {"bits": Attr("int", choices=BITS), "zero": Attr("int", 0), "table": Attr("ints", ())}
+WEIGHT_OPERANDS = ("words", "scales", "*others")
+CODING_ATTRS: Mapping[str, Attr] = {
+    "bits": Attr("int", choices=CODE_BITS),
+    "zero": Attr("int", 0),
+    "table": Attr("ints", ()),
+}
 
 
 def _with_factors(scales: Sequence[T], dtype_of: Callable[[T], str]) -> list[tuple[T, T | None]]:
@@ -80,7 +91,7 @@ def _with_factors(scales: Sequence[T], dtype_of: Callable[[T], str]) -> list[tup
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class StackedMatrix:
     """Matrix `number` of a buffer of rank 3, indexed like a buffer of rank 2."""
 
     buffer: Buffer
@@ -98,19 +109,23 @@ class Member:
         return self.buffer[self.number, at[0], at[1]]
 
 
-Matrix: TypeAlias = "Buffer | Member"
+Matrix: TypeAlias = "Buffer | StackedMatrix"
 
 
-class BlocksOp(Op):
+class BlockedWeightOp(Op):
     """Base of the ops with a blocked weight as operand: type checks."""
 
-    def rows_of(self, words: Expr, scales: Sequence[Expr], coding: Coding) -> tuple[int, int, SymExpr]:
+    def weight_extents(self, words: Expr, scales: Sequence[Expr], coding: Coding) -> tuple[int, int, SymExpr]:
         """Check a blocked weight and return (rows, rows per block, columns); `scales`: all operands after `words`."""
-        return self.rows_of_types(self.tensor(words, "words"), [self.tensor(x, "scales") for x in scales], coding)
+        return self.weight_extents_of_types(
+            self.tensor(words, "words"), [self.tensor(x, "scales") for x in scales], coding
+        )
 
-    def rows_of_types(self, words: TensorType, types: list[TensorType], coding: Coding) -> tuple[int, int, SymExpr]:
-        """Check a blocked weight by the types of `words` and of the operands after it; see `rows_of`."""
-        bits, error = coding.bits, coding.problem()
+    def weight_extents_of_types(
+        self, words: TensorType, types: list[TensorType], coding: Coding
+    ) -> tuple[int, int, SymExpr]:
+        """Check a blocked weight by the types of `words` and of the operands after it; see `weight_extents`."""
+        bits, error = coding.bits, coding.find_error()
         scales = types[0]
         if words.dtype != "int32" or words.rank != 2 or scales.rank != 2 or scales.dtype not in (*FLOATS, *CODE_DTYPES):
             self.fail(
@@ -143,27 +158,27 @@ class BlocksOp(Op):
             self.fail(error)
         return rows, rows // blocks, words.shape[1]
 
-    def rounded_rows(
+    def check_activations(
         self, types: Sequence[TensorType], rows: int, block: int, coding: Coding, low_bits: int, rotation: int
     ) -> SymExpr:
         """Check the types of quantized activations (codes, scales, sums) against a weight; return their row count m."""
-        limit = coding.longest_rotation(block)
+        limit = coding.max_rotation(block)
         if rotation > limit:
             self.fail(
                 f"these codes, mixed {rotation} quads at a time, are no bytes or no whole blocks; {limit} would be"
             )
-        if block > LONGEST_BLOCK:
-            self.fail(f"sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} rows do")
+        if block > MAX_BLOCK_ROWS:
+            self.fail(f"sums of blocks of {block} rows may not fit into 32 bits; at most {MAX_BLOCK_ROWS} rows do")
         shape = types[0].shape or ()
         block_shape = (rows // block, shape[1] if len(shape) == 3 else sym(0))
         if [t.dtype for t in types] != ["int8", "float32", "int32"] or len(shape) != 3:
             self.fail(f"x, x_scales and x_sums must be as quantize_blocks makes them, got {', '.join(map(str, types))}")
-        sums = sums_shape(block_shape, rotation)
+        sums = block_sums_shape(block_shape, rotation)
         for t, expected in zip(
-            types, ((*block_shape, bytes_of_block(block, low_bits)), block_shape, sums), strict=True
+            types, ((*block_shape, bytes_per_block(block, low_bits)), block_shape, sums), strict=True
         ):
             if t.rank != len(expected) or any(map(PROVER.can_prove_ne, t.shape or (), expected)):
-                width, result = bytes_of_block(block, low_bits), ", ".join(map(str, types))
+                width, result = bytes_per_block(block, low_bits), ", ".join(map(str, types))
                 self.fail(
                     f"{rows} rows in blocks of {block} take x of ({rows // block}, m, {width}) and x_scales and x_sums "
                     f"of ({rows // block}, m){', of sums two' if rotation > 1 else ''}, got {result}"
@@ -205,26 +220,26 @@ def _load_scales(scales: Sequence[Matrix], g: SymExpr, j: IntLike) -> list[Scala
     return results
 
 
-def weight_at(words: Matrix, scales: Sequence[Matrix], k: SymExpr, j: IntLike, coding: Coding) -> Scalar:
+def dequantize_element(words: Matrix, scales: Sequence[Matrix], k: SymExpr, j: IntLike, coding: Coding) -> Scalar:
     """Dequantize the element in row k and column j to float32."""
     bits, zero = coding.bits, coding.zero
     block = rows_per_block(words, scales[0], bits)
-    run_rows, byte = rows_of_run(block, bits), k % DP4A_BYTES * 8
+    run_rows, byte = rows_per_run(block, bits), k % DP4A_BYTES * 8
     if len(BIT_PLANES[bits]) == 1:
         group, first = k // DP4A_BYTES, sym(0)
     else:
-        group, first = k % run_rows // DP4A_BYTES, k // run_rows * words_of(run_rows, bits)
-    fields = places_of(group, run_rows, bits)
+        group, first = k % run_rows // DP4A_BYTES, k // run_rows * count_words(run_rows, bits)
+    fields = locate_bit_fields(group, run_rows, bits)
 
     def bits_at(byte: IntLike, ones: int) -> list[tuple[Scalar, int]]:
-        """Shift the bit planes right by `byte` bits and mask them; `ones`: 1 for one byte, ONES for all four."""
+        """Shift the bit planes right by `byte` bits and mask them; `ones`: 1 for one byte, BYTE_ONES for all four."""
         loads = (
             (Scalar(words[first + field.word, j]).binary("shift_right", field.shift + byte), field) for field in fields
         )
         return [(shifted & ones * field.mask, field.low) for shifted, field in loads]
 
     if coding.table:
-        code = coding.of_word(_combine_bits(bits_at(0, ONES))).binary("shift_right", byte) & 255
+        code = coding.decode_word(_combine_bits(bits_at(0, BYTE_ONES))).binary("shift_right", byte) & 255
     else:
         code = _combine_bits(bits_at(byte, 1))
     centered = code - zero if zero else code
@@ -244,10 +259,10 @@ def _as_float32(scales: Sequence[Array]) -> list[Array]:
     return results
 
 
-def dequantized(words: Array, scale_operands: Sequence[Array], coding: Coding) -> Array:
+def dequantize_array(words: Array, scale_operands: Sequence[Array], coding: Coding) -> Array:
     """Dequantize a blocked weight to float32 (rows, n) in NumPy."""
     block = words.shape[0] * 32 // coding.bits // scale_operands[0].shape[0]
-    codes = coding.numbers(unpack_codes(words, block, coding.bits)).astype(np.float32) - np.float32(coding.zero)
+    codes = coding.decode(unpack_codes(words, block, coding.bits)).astype(np.float32) - np.float32(coding.zero)
     scales, *offsets = _as_float32(scale_operands)
     result = codes.reshape(len(scales), block, words.shape[1]) * scales[:, None]
     if offsets:
@@ -259,12 +274,12 @@ SAMPLE_TABLE = (0, 255, 3, 127, 128, 129, 7, 90, 200, 201, 202, 17, 16, 15, 14, 
 SMALL_SAMPLE_TABLE = (0, 24, 3, 1, 2, 12, 7, 9, 20, 11, 8, 17, 16, 15, 14, 1)
 
 
-def some_words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+def draw_words(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
     return rng.integers(-(2**31), 2**31, shape).astype(np.int32)
 
 
 @register
-class DequantizeBlocks(BlocksOp):
+class DequantizeBlocks(BlockedWeightOp):
     """Dequantize a blocked weight (words, scales, ...) to float32 (rows, n).
 
     Never constant-folded: the weight stays packed in memory and is dequantized in the prologue of its consumer
@@ -273,23 +288,23 @@ class DequantizeBlocks(BlocksOp):
     """
 
     name = "dequantize_blocks"
-    operands = WEIGHT
-    attrs: ClassVar[Mapping[str, Attr]] = {**CODED, "coarse": Attr("bool", False)}
+    operands = WEIGHT_OPERANDS
+    attrs: ClassVar[Mapping[str, Attr]] = {**CODING_ATTRS, "coarse": Attr("bool", False)}
 
     def infer(self, words: Expr, *scales: Expr, coarse: bool, **coding: Any) -> Type:
-        rows, _, columns = self.rows_of(words, scales, Coding(**coding))
+        rows, _, columns = self.weight_extents(words, scales, Coding(**coding))
         return TensorType.of((rows, columns), "float32")
 
     def lower(self, words: Buffer, *scales: Buffer, out: Buffer, coarse: bool, **coding: Any) -> Stmt:
         pairs = ((x.shape[1], words.shape[1]) for x in scales)
         checks = equality_checks("dequantize_blocks: codes and scales have different columns", *pairs)
-        return seq(*checks, compute(out, lambda k, j: weight_at(words, scales, k, j, Coding(**coding)).value))
+        return seq(*checks, compute(out, lambda k, j: dequantize_element(words, scales, k, j, Coding(**coding)).value))
 
     def reference(self, words: Any, *scales: Any, coarse: bool, **coding: Any) -> Any:
-        return dequantized(words, scales, Coding(**coding))
+        return dequantize_array(words, scales, Coding(**coding))
 
     def samples(self) -> Iterable[Sample]:
-        kinds, make = ("int32", "float32", "float32"), {0: some_words}
+        kinds, make = ("int32", "float32", "float32"), {0: draw_words}
         yield Sample(((8, "n"), (2, "n")), {"bits": 4, "zero": 8}, kinds[:2], make)
         yield Sample(((12, "n"), (4, "n"), (4, "n")), {"bits": 6, "coarse": True}, kinds, make)
         yield Sample(((5, "n"), (1, "n"), (1, "n")), {"bits": 5}, kinds, make)
@@ -305,18 +320,18 @@ class DequantizeBlocks(BlocksOp):
 
 
 @register
-class GatherBlocks(BlocksOp):
+class GatherBlocks(BlockedWeightOp):
     """Gather columns of a blocked weight by index and dequantize them (embedding lookup): float32 (indices..., rows).
 
     Negative indices count from the end.
     """
 
     name = "gather_blocks"
-    operands = ("indices", *WEIGHT)
-    attrs: ClassVar[Mapping[str, Attr]] = CODED
+    operands = ("indices", *WEIGHT_OPERANDS)
+    attrs: ClassVar[Mapping[str, Attr]] = CODING_ATTRS
 
     def infer(self, indices: Expr, words: Expr, *scales: Expr, **coding: Any) -> Type:
-        rows, _, _ = self.rows_of(words, scales, Coding(**coding))
+        rows, _, _ = self.weight_extents(words, scales, Coding(**coding))
         ty = self.tensor(indices, "indices")
         if ty.dtype not in ("int32", "int64"):
             self.fail(f"indices must be int32 or int64, got {ty}")
@@ -324,20 +339,22 @@ class GatherBlocks(BlocksOp):
 
     def lower(self, indices: Buffer, words: Buffer, *scales: Buffer, out: Buffer, **coding: Any) -> Stmt:
         def element(*i: SymExpr) -> Stmt:
-            position = Position.along(self, words, 1, indices[i[:-1]])
+            position = DynamicIndex.along(self, words, 1, indices[i[:-1]])
             weight = Coding(**coding)
-            return at_positions([position], lambda p: Store(out, i, weight_at(words, scales, i[-1], p, weight).value))
+            return with_checked_indices(
+                [position], lambda p: Store(out, i, dequantize_element(words, scales, i[-1], p, weight).value)
+            )
 
         return loops("ijklmn", out.shape, element)
 
     def reference(self, indices: Any, words: Any, *scales: Any, **coding: Any) -> Any:
-        columns = plain_indices(indices).reshape(-1)
-        result = dequantized(words[:, columns], [x[:, columns] for x in scales], Coding(**coding))
+        columns = constant_indices(indices).reshape(-1)
+        result = dequantize_array(words[:, columns], [x[:, columns] for x in scales], Coding(**coding))
         return np.ascontiguousarray(result.T).reshape(*indices.shape, len(result))
 
     def samples(self) -> Iterable[Sample]:
         kinds = ("int64", "int32", "float32", "float32")
-        make = {0: draw_indices(5), 1: some_words}
+        make = {0: draw_indices(5), 1: draw_words}
         yield Sample((("m",), (8, 5), (2, 5)), {"bits": 4, "zero": 8}, kinds[:3], make)
         yield Sample(((2, "m"), (12, 5), (4, 5), (4, 5)), {"bits": 6}, kinds, make)
         yield Sample(((), (16, 5), (2, 5)), {"bits": 8, "zero": 128}, ("int32", *kinds[1:3]), make)
@@ -354,7 +371,7 @@ def _dot4(total: Value, a: Value, b: Value, max_code: int) -> Intrinsic:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSums:
+class IntegerProduct:
     """Loop nest for one element of `matmul_blocks`: quantized activations times a blocked weight."""
 
     rounded: tuple[Buffer, Buffer, Buffer]
@@ -374,12 +391,15 @@ class BlockSums:
     def _term(self, i: SymExpr, j: SymExpr, g: SymExpr) -> Value:
         """The contribution of block g to element (i, j), float32."""
         (x, x_scales, _), low_bits = self.rounded, self.low_bits
-        block, coding = rows_per_block(self.words, self.scales[0], self.coding.bits), self.coding.rotated(self.rotation)
-        groups, max_code = block // DP4A_BYTES, coding.greatest
-        codes = coding.mixed(_load_groups(self.words, g, j, block, self.coding))
+        block, coding = (
+            rows_per_block(self.words, self.scales[0], self.coding.bits),
+            self.coding.with_rotation(self.rotation),
+        )
+        groups, max_code = block // DP4A_BYTES, coding.max_value
+        codes = coding.transform_groups(_load_groups(self.words, g, j, block, self.coding))
         start = literal(0, "int32")
         correction: Value = start
-        for activation_sum, zero in zip(self._sums(g, i), coding.zeros, strict=True):
+        for activation_sum, zero in zip(self._sums(g, i), coding.sum_corrections, strict=True):
             correction = (Scalar(correction) - activation_sum * zero).value if zero else correction
         high = _dot_product(
             start if low_bits else correction,
@@ -406,7 +426,7 @@ class BlockSums:
 
 
 @register
-class MatmulBlocks(BlocksOp):
+class MatmulBlocks(BlockedWeightOp):
     """Integer product x @ weight in float32 (m, n) of activations from `quantize_blocks` and a weight in equal blocks:
 
     sum over blocks g of x_scales[g, i] * (scales[g, j] * sum of (codes - zero) * x + offsets[g, j] * x_sums[g, i])
@@ -416,18 +436,18 @@ class MatmulBlocks(BlocksOp):
     """
 
     name = "matmul_blocks"
-    operands = ("x", "x_scales", "x_sums", *WEIGHT)
+    operands = ("x", "x_scales", "x_sums", *WEIGHT_OPERANDS)
     attrs: ClassVar[Mapping[str, Attr]] = {
-        **CODED, "low_bits": Attr("int", 0, LOW_BITS), "rotation": Attr("int", 1, ROTATIONS),
+        **CODING_ATTRS, "low_bits": Attr("int", 0, LOW_BITS), "rotation": Attr("int", 1, ROTATIONS),
     }  # fmt: skip
 
     def infer(
         self, x: Expr, x_scales: Expr, x_sums: Expr, words: Expr, *scales: Expr, low_bits: int, rotation: int,
         **coding: Any,
     ) -> Type:  # fmt: skip
-        rows, block, columns = self.rows_of(words, scales, Coding(**coding))
+        rows, block, columns = self.weight_extents(words, scales, Coding(**coding))
         types = [self.tensor(v, name) for v, name in zip((x, x_scales, x_sums), self.operands, strict=False)]
-        count = self.rounded_rows(types, rows, block, Coding(**coding), low_bits, rotation)
+        count = self.check_activations(types, rows, block, Coding(**coding), low_bits, rotation)
         return TensorType.of((count, columns), "float32")
 
     def lower(
@@ -439,13 +459,13 @@ class MatmulBlocks(BlocksOp):
             *((b.shape[-1], x.shape[1]) for b in (x_scales, x_sums)),
             *((b.shape[1], words.shape[1]) for b in scales),
         )
-        sums = BlockSums((x, x_scales, x_sums), words, scales, Coding(**coding), low_bits, rotation)
+        sums = IntegerProduct((x, x_scales, x_sums), words, scales, Coding(**coding), low_bits, rotation)
         return seq(*checks, loops("ij", out.shape, lambda i, j: sums.store(out, (i, j), i, j)))
 
     def reference(
         self, x: Any, x_scales: Any, x_sums: Any, words: Any, *scales: Any, low_bits: int, rotation: int, **coding: Any
     ) -> Any:
-        return multiplied((x, x_scales, x_sums), words, scales, Coding(**coding), low_bits, rotation)
+        return matmul_array((x, x_scales, x_sums), words, scales, Coding(**coding), low_bits, rotation)
 
     def samples(self) -> Iterable[Sample]:
         kinds = ("int8", "float32", "int32", "int32", "float32", "float32")
@@ -464,7 +484,7 @@ class MatmulBlocks(BlocksOp):
             (3, 16, 12, 0, SMALL_SAMPLE_TABLE[8:], 4), (1, 32, 1, 0, (0, 2), 8), (1, 16, 0, 4, (), 1),
         )  # fmt: skip
         for bits, block, zero, low_bits, table, rotation in configurations:
-            rows, count = 2 * block, bytes_of_block(block, low_bits)
+            rows, count = 2 * block, bytes_per_block(block, low_bits)
             activations = ((2, "m", count), (2, "m"), (2, "m") if rotation == 1 else (2, 2, "m"))
             weight: tuple[tuple[int | str, ...], ...] = ((rows * bits // 32, "n"), (2, "n"))
             attrs: dict[str, Any] = {
@@ -474,9 +494,11 @@ class MatmulBlocks(BlocksOp):
             def sums(
                 shape: tuple[int, ...], rng: Any, block: int = block, low: int = low_bits, rotation: int = rotation
             ) -> Array:
-                return sums_of(integers_of(draw((*shape[-2:], bytes_of_block(block, low))), block, low), rotation)
+                return compute_block_sums(
+                    decode_integers(draw((*shape[-2:], bytes_per_block(block, low))), block, low), rotation
+                )
 
-            make = {0: lambda shape, rng: draw(shape), 2: sums, 3: some_words}
+            make = {0: lambda shape, rng: draw(shape), 2: sums, 3: draw_words}
             yield Sample(
                 (*activations, *weight, *([] if zero else [(2, "n")])), attrs, kinds[: 5 if zero else 6], make, 1e-4
             )
@@ -487,24 +509,24 @@ class MatmulBlocks(BlocksOp):
             attrs = {"bits": bits, "zero": zero}
 
             def block_sums(shape: tuple[int, ...], rng: Any, block: int = block) -> Array:
-                return np.asarray(integers_of(draw((*shape, block)), block, 0).sum(axis=-1), np.int32)
+                return np.asarray(decode_integers(draw((*shape, block)), block, 0).sum(axis=-1), np.int32)
 
-            draws = {0: lambda shape, rng: draw(shape), 2: block_sums, 3: some_words}
+            draws = {0: lambda shape, rng: draw(shape), 2: block_sums, 3: draw_words}
             yield Sample((*activations, (4 * block * bits // 32, "n"), *scales), attrs, two_level, draws, 1e-4)
 
 
-def multiplied(
+def matmul_array(
     rounded: tuple[Array, Array, Array], words: Array, scale_operands: Sequence[Array], coding: Coding, low_bits: int,
     rotation: int,
 ) -> Array:  # fmt: skip
     """Compute `matmul_blocks` in NumPy, float32 (m, n)."""
     x, x_scales, x_sums = rounded
     blocks, block = len(x), x.shape[2] // (2 if low_bits else 1)
-    codes = coding.numbers(unpack_codes(words, block, coding.bits)).astype(np.float64) - coding.zero
+    codes = coding.decode(unpack_codes(words, block, coding.bits)).astype(np.float64) - coding.zero
     groups = codes.reshape(blocks, block // (rotation * DP4A_BYTES), rotation, DP4A_BYTES, words.shape[1])
-    codes = np.stack(rotated([groups[:, :, group] for group in range(rotation)]), axis=2)
+    codes = np.stack(hadamard_transform([groups[:, :, group] for group in range(rotation)]), axis=2)
     codes = codes.reshape(blocks, block, words.shape[1])
-    total = np.matmul(integers_of(x, block, low_bits).astype(np.float64), codes)  # exact: all sums fit into int32
+    total = np.matmul(decode_integers(x, block, low_bits).astype(np.float64), codes)  # exact: all sums fit into int32
     scales, *offsets = (number.astype(np.float64) for number in _as_float32(scale_operands))
     result = total * scales[:, None]
     if offsets:
@@ -537,9 +559,9 @@ def _combine_bits(parts: Iterable[tuple[Scalar, int]]) -> Scalar:
 def _load_groups(words: Matrix, g: SymExpr, j: SymExpr, block: int, coding: Coding) -> list[Value]:
     """Load and decode the dp4a groups of block g of column j."""
     bits, num_groups = coding.bits, block // DP4A_BYTES
-    run = rows_of_run(block, bits)
+    run = rows_per_run(block, bits)
     blocks = run // block
-    run_word, block_of_run = g // blocks * words_of(run, bits), g % blocks
+    run_word, block_of_run = g // blocks * count_words(run, bits), g % blocks
     loaded: dict[SymExpr, Scalar] = {}
 
     def word(position: SymExpr) -> Scalar:
@@ -547,7 +569,7 @@ def _load_groups(words: Matrix, g: SymExpr, j: SymExpr, block: int, coding: Codi
 
     def load_group(group: int) -> Value:
         bit_fields = []
-        for field in places_of(group, run, bits):
+        for field in locate_bit_fields(group, run, bits):
             per_word = 8 // field.width
             if num_groups % per_word == 0:  # no word is shared between blocks
                 packed, shift = word(run_word + block_of_run * (num_groups // per_word) + field.word), sym(field.shift)
@@ -556,7 +578,7 @@ def _load_groups(words: Matrix, g: SymExpr, j: SymExpr, block: int, coding: Codi
                 packed = word(run_word + field.word - group // per_word + group_of_run // per_word)
                 shift = group_of_run % per_word * field.width
             shifted = packed if as_int(shift) == 0 else packed.binary("shift_right", shift)
-            bit_fields.append((shifted & ONES * field.mask if field.width < 8 else shifted, field.low))
-        return coding.of_word(_combine_bits(bit_fields)).value
+            bit_fields.append((shifted & BYTE_ONES * field.mask if field.width < 8 else shifted, field.low))
+        return coding.decode_word(_combine_bits(bit_fields)).value
 
     return [load_group(group) for group in range(num_groups)]

@@ -91,7 +91,7 @@ def _positive(symbols: Iterable[SymVar]) -> dict[SymVar, SymVar]:
     return {v: SymVar(v.name, lower=1, upper=v.upper, divisor=v.divisor) for v in symbols if v.upper != 0}
 
 
-def unless_empty(size: SymExpr) -> SymExpr:
+def simplify_nonempty(size: SymExpr) -> SymExpr:
     """Simplify a size under the assumption that no symbol is 0, if that removes a min or max: max(1, n) becomes n.
 
     An exporter's `1 + (n - 1) / 16`, rounded towards zero, becomes the convolution's (n + 15) // 16.

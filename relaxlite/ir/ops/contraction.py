@@ -12,7 +12,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_checks, broadcast_dim, broadcast_index
-from relaxlite.ir.ops.linalg import accumulate, accumulator, emit_op, emit_reshape, in_accumulator
+from relaxlite.ir.ops.linalg import accumulate, accumulator, emit_op, emit_reshape, to_accumulator_dtype
 from relaxlite.ir.ops.scalars import Scalar
 from relaxlite.ir.program import Buffer, Stmt, Value, compute, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, product, sym
@@ -184,7 +184,7 @@ class Einsum(Op):
         return seq(*checks, accumulate(out, extents, value) if extents else compute(out, element))
 
     def reference(self, *xs: Any, equation: str) -> Any:
-        wide = [in_accumulator(x) for x in xs]
+        wide = [to_accumulator_dtype(x) for x in xs]
         return np.asarray(np.einsum(equation, *wide)).astype(xs[0].dtype)
 
     def samples(self) -> Iterable[Sample]:

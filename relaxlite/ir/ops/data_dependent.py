@@ -37,12 +37,12 @@ def bind_count(bb: BlockBuilder, count: Expr, name: str) -> SymVar:
     return size
 
 
-def counter() -> Buffer:
+def make_counter() -> Buffer:
     """Local int64 counter of shape (1,)."""
     return Buffer.of("counter", (1,), "int64", "local")
 
 
-def advance(count: Buffer) -> Stmt:
+def increment(count: Buffer) -> Stmt:
     """Increment a counter."""
     return Store(count, (sym(0),), ONE, "add")
 
@@ -81,13 +81,13 @@ class NonzeroFill(Op):
         return TensorType.of((rank, *self.shape(count, "count")), "int64")
 
     def lower(self, x: Buffer, count: Shape, *, out: Buffer) -> Stmt:
-        filled = counter()
+        filled = make_counter()
 
         def visit(*i: SymVar) -> Stmt:
             position = SymVar("p")
             stores = [Store(out, (sym(axis), position), index(e).value) for axis, e in enumerate(i)]
             is_stored = Scalar(x[i]).differs(0) & (Scalar(filled[0]) < count[0])
-            return IfThenElse(is_stored.value, LetIndex(position, filled[0], seq(*stores, advance(filled))))
+            return IfThenElse(is_stored.value, LetIndex(position, filled[0], seq(*stores, increment(filled))))
 
         return Allocate(filled, seq(Store(filled, (sym(0),), ZERO), loops("ijklmn", x.shape, visit)))
 
@@ -183,7 +183,7 @@ class UniqueCount(Op):
         return seq(
             *_order_checks(self.name, x, order),
             Store(out, (sym(0),), ZERO),
-            _loop_in_order(x, order, lambda p, is_new: IfThenElse(is_new.value, advance(out))),
+            _loop_in_order(x, order, lambda p, is_new: IfThenElse(is_new.value, increment(out))),
         )
 
     def reference(self, x: Any, order: Any) -> Any:
@@ -239,7 +239,7 @@ class UniqueFill(Op):
 
     def lower(self, x: Buffer, order: Buffer, count: Shape, *, out: tuple[Buffer, Buffer, Buffer, Buffer]) -> Stmt:
         values, first, inverse, counts = out
-        groups = counter()
+        groups = make_counter()
 
         def visit(p: SymVar, is_new: Scalar) -> Stmt:
             g = SymVar("g")
@@ -250,7 +250,7 @@ class UniqueFill(Op):
                 Store(first, (new_group,), index(p).value),
                 Store(counts, (new_group,), ZERO),
             ]
-            open_group = LetIndex(new_group, next_group.value, seq(*init_stores, advance(groups)))
+            open_group = LetIndex(new_group, next_group.value, seq(*init_stores, increment(groups)))
             member = seq(Store(inverse, (p,), index(g).value), Store(counts, (g,), ONE, "add"))
             return seq(IfThenElse(is_new.value, open_group), LetIndex(g, (next_group - 1).value, member))
 

@@ -11,7 +11,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr, TupleGetItem
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import Shape
-from relaxlite.ir.ops.data_dependent import ONE, ZERO, advance, bind_count, counter
+from relaxlite.ir.ops.data_dependent import ONE, ZERO, bind_count, increment, make_counter
 from relaxlite.ir.ops.elementwise import FLOAT, check_dtype
 from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.scalars import Scalar, index, literal, select
@@ -136,14 +136,14 @@ class NmsCollect(Op):
         return TensorType.of((*self.shape(count, "count"), 3), "int64")
 
     def lower(self, selected: Buffer, counts: Buffer, count: Shape, *, out: Buffer) -> Stmt:
-        filled = counter()
+        filled = make_counter()
 
         def visit(b: SymExpr, c: SymExpr, s: SymExpr) -> Stmt:
             r = SymVar("r")
             row = (index(b).value, index(c).value, selected[b, c, s])
             stores = [Store(out, (r, sym(k)), value) for k, value in enumerate(row)]
             is_selected = (index(s) < Scalar(counts[b, c])) & (Scalar(filled[0]) < count[0])
-            return IfThenElse(is_selected.value, LetIndex(r, filled[0], seq(*stores, advance(filled))))
+            return IfThenElse(is_selected.value, LetIndex(r, filled[0], seq(*stores, increment(filled))))
 
         return Allocate(filled, seq(Store(filled, (sym(0),), ZERO), loops("bcs", selected.shape, visit)))
 

@@ -19,20 +19,20 @@ from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.block_codes import Array, Coding
 from relaxlite.ir.ops.block_quantized import (
-    CODED,
-    WEIGHT,
-    BlocksOp,
-    BlockSums,
-    Member,
-    dequantized,
-    multiplied,
-    some_words,
-    weight_at,
+    CODING_ATTRS,
+    WEIGHT_OPERANDS,
+    BlockedWeightOp,
+    IntegerProduct,
+    StackedMatrix,
+    dequantize_array,
+    dequantize_element,
+    draw_words,
+    matmul_array,
 )
 from relaxlite.ir.ops.broadcast import PROVER
-from relaxlite.ir.ops.indexing import Position, at_positions
+from relaxlite.ir.ops.indexing import DynamicIndex, with_checked_indices
 from relaxlite.ir.ops.linalg import equality_checks
-from relaxlite.ir.ops.rounded_blocks import LOW_BITS, ROTATIONS, bytes_of_block
+from relaxlite.ir.ops.rounded_blocks import LOW_BITS, ROTATIONS, bytes_per_block
 from relaxlite.ir.ops.scalars import Scalar, index, literal
 from relaxlite.ir.program import (
     Allocate,
@@ -124,7 +124,7 @@ class GroupRows(Op):
         order = np.argsort(numbers, kind="stable").astype(np.int64)
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        return order, places, spans_of(np.bincount(numbers, minlength=groups))
+        return order, places, make_spans(np.bincount(numbers, minlength=groups))
 
     def samples(self) -> Iterable[Sample]:
         def draw(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
@@ -161,7 +161,7 @@ class SumRows(Op):
         rows, rows_per_sum = weights.shape
 
         def add(i: SymExpr, j: SymExpr) -> Stmt:
-            position = Position.along(self, x, 0, places[(i * rows_per_sum + j,)])
+            position = DynamicIndex.along(self, x, 0, places[(i * rows_per_sum + j,)])
             weight = Buffer("weight", (), "float32", "local")
 
             def row(p: SymExpr) -> Stmt:
@@ -170,7 +170,7 @@ class SumRows(Op):
                     lambda c: Store(out, (i, c), (Scalar(x[p, c]) * Scalar(weight[()])).value, "add"),
                 )  # fmt: skip
 
-            result = at_positions([position], row)
+            result = with_checked_indices([position], row)
             return Allocate(weight, seq(Store(weight, (), weights[i, j]), result))
 
         def sum_row(i: SymExpr) -> Stmt:
@@ -192,7 +192,7 @@ class SumRows(Op):
         yield Sample(((5, "n"), ("m*3",), ("m", 3)), {}, kinds, make)
 
 
-def spans_of(counts: Sequence[int] | Array) -> Array:
+def make_spans(counts: Sequence[int] | Array) -> Array:
     """Build the `spans` of groups with these row counts."""
     spans = np.zeros((len(counts) + 1, 3), np.int64)
     firsts = np.cumsum(counts) - counts
@@ -229,7 +229,7 @@ def _over_groups(op: Op, spans: Buffer, rows: SymExpr, make: Callable[[SymExpr, 
     return LetIndex(num_spans, spans[sym(0), sym(0)], seq(check, For(b, num_spans, body)))
 
 
-class _Grouped(BlocksOp):
+class _Grouped(BlockedWeightOp):
     """Base of the grouped products: type checks."""
 
     def of_members(self, spans: Expr, words: Expr, scales: Sequence[Expr], coding: Coding) -> tuple[int, int, SymExpr]:
@@ -245,7 +245,7 @@ class _Grouped(BlocksOp):
         if as_int(count) is None or ty != TensorType.of((count + 1, 3), "int64"):
             self.fail(f"the spans of {count} matrices must be int64 ({count + 1}, 3), got {ty}")
         members = [TensorType.of((t.shape or ())[1:], t.dtype) for t in types]
-        return self.rows_of_types(members[0], members[1:], coding)
+        return self.weight_extents_of_types(members[0], members[1:], coding)
 
 
 def _join(types: Iterable[Type]) -> str:
@@ -262,8 +262,8 @@ class GroupedMatmul(_Grouped):
     """
 
     name = "grouped_matmul"
-    operands = ("x", "spans", *WEIGHT)
-    attrs: ClassVar[Mapping[str, Attr]] = {**CODED, "coarse": Attr("bool", False)}
+    operands = ("x", "spans", *WEIGHT_OPERANDS)
+    attrs: ClassVar[Mapping[str, Attr]] = {**CODING_ATTRS, "coarse": Attr("bool", False)}
 
     def infer(self, x: Expr, spans: Expr, words: Expr, *scales: Expr, coarse: bool, **coding: Any) -> Type:
         rows, _, columns = self.of_members(spans, words, scales, Coding(**coding))
@@ -278,7 +278,7 @@ class GroupedMatmul(_Grouped):
         weight, depth = Coding(**coding), x.shape[1]
 
         def product(number: SymExpr, first: SymExpr, count: SymExpr) -> Stmt:
-            matrix, matrix_scales = Member(words, number), [Member(b, number) for b in scales]
+            matrix, matrix_scales = StackedMatrix(words, number), [StackedMatrix(b, number) for b in scales]
 
             def element(i: SymExpr, j: SymExpr) -> Stmt:
                 total = Buffer("e", (), "float32", "local")
@@ -287,7 +287,7 @@ class GroupedMatmul(_Grouped):
                     return Store(
                         total,
                         (),
-                        (Scalar(x[first + i, k]) * weight_at(matrix, matrix_scales, k, j, weight)).value,
+                        (Scalar(x[first + i, k]) * dequantize_element(matrix, matrix_scales, k, j, weight)).value,
                         "add",
                     )
 
@@ -301,13 +301,13 @@ class GroupedMatmul(_Grouped):
 
     def reference(self, x: Any, spans: Any, words: Any, *scales: Any, coarse: bool, **coding: Any) -> Any:
         def product(number: int, rows: slice) -> Array:
-            return np.asarray(x[rows] @ dequantized(words[number], [a[number] for a in scales], Coding(**coding)))
+            return np.asarray(x[rows] @ dequantize_array(words[number], [a[number] for a in scales], Coding(**coding)))
 
         return _reference_over_groups(x.shape[0], words.shape[2], spans, product)
 
     def samples(self) -> Iterable[Sample]:
         kinds = ("float32", "int64", "int32", "float32", "float32")
-        make = {1: lambda shape, rng: spans_of((2, 0, 3, 1)), 2: some_words}
+        make = {1: lambda shape, rng: make_spans((2, 0, 3, 1)), 2: draw_words}
         yield Sample(((6, 64), (5, 3), (4, 8, "n"), (4, 2, "n")), {"bits": 4, "zero": 8}, kinds[:4], make, _ROUNDED)
         shapes = ((6, 32), (5, 3), (4, 5, "n"), (4, 1, "n"), (4, 1, "n"))
         yield Sample(shapes, {"bits": 5}, kinds, make, _ROUNDED)
@@ -321,9 +321,9 @@ class GroupedMatmulBlocks(_Grouped):
     """
 
     name = "grouped_matmul_blocks"
-    operands = ("x", "x_scales", "x_sums", "spans", *WEIGHT)
+    operands = ("x", "x_scales", "x_sums", "spans", *WEIGHT_OPERANDS)
     attrs: ClassVar[Mapping[str, Attr]] = {
-        **CODED, "low_bits": Attr("int", 0, LOW_BITS), "rotation": Attr("int", 1, ROTATIONS),
+        **CODING_ATTRS, "low_bits": Attr("int", 0, LOW_BITS), "rotation": Attr("int", 1, ROTATIONS),
     }  # fmt: skip
 
     def infer(
@@ -332,7 +332,7 @@ class GroupedMatmulBlocks(_Grouped):
     ) -> Type:  # fmt: skip
         rows, block, columns = self.of_members(spans, words, scales, Coding(**coding))
         types = [self.tensor(v, name) for v, name in zip((x, x_scales, x_sums), self.operands, strict=False)]
-        count = self.rounded_rows(types, rows, block, Coding(**coding), low_bits, rotation)
+        count = self.check_activations(types, rows, block, Coding(**coding), low_bits, rotation)
         return TensorType.of((count, columns), "float32")
 
     def lower(
@@ -343,8 +343,8 @@ class GroupedMatmulBlocks(_Grouped):
         checks = equality_checks("grouped_matmul_blocks: x and its scales have different rows", *pairs)
 
         def product(number: SymExpr, first: SymExpr, count: SymExpr) -> Stmt:
-            matrix, matrix_scales = Member(words, number), [Member(b, number) for b in scales]
-            sums = BlockSums((x, x_scales, x_sums), matrix, matrix_scales, Coding(**coding), low_bits, rotation)
+            matrix, matrix_scales = StackedMatrix(words, number), [StackedMatrix(b, number) for b in scales]
+            sums = IntegerProduct((x, x_scales, x_sums), matrix, matrix_scales, Coding(**coding), low_bits, rotation)
             extents = (count, out.shape[1])
             return loops("ij", extents, lambda i, j: sums.store(out, (first + i, j), first + i, j))
 
@@ -358,7 +358,7 @@ class GroupedMatmulBlocks(_Grouped):
         def product(number: int, rows: slice) -> Array:
             rounded = (x[:, rows], x_scales[:, rows], x_sums[..., rows])
             matrix_scales = [a[number] for a in scales]
-            return multiplied(rounded, words[number], matrix_scales, Coding(**coding), low_bits, rotation)
+            return matmul_array(rounded, words[number], matrix_scales, Coding(**coding), low_bits, rotation)
 
         return _reference_over_groups(x.shape[1], words.shape[2], spans, product)
 
@@ -366,12 +366,12 @@ class GroupedMatmulBlocks(_Grouped):
         kinds = ("int8", "float32", "int32", "int64", "int32", "float32", "float32")
         for bits, block, zero, low_bits, rotation in ((4, 32, 8, 4, 1), (5, 32, 0, 0, 1), (4, 32, 8, 0, 8)):
             rows = (2, 6) if rotation == 1 else (2, 2, 6)
-            activations = ((2, 6, bytes_of_block(block, low_bits)), (2, 6), rows)
+            activations = ((2, 6, bytes_per_block(block, low_bits)), (2, 6), rows)
             weight: tuple[tuple[int | str, ...], ...] = ((4, 2 * block * bits // 32, "n"), (4, 2, "n"))
             attrs: dict[str, Any] = {"bits": bits, "zero": zero, "low_bits": low_bits, "rotation": rotation}
             rounded = draw_quantized_rows(6, 2 * block, block, low_bits, rotation)
             make: dict[int, Any] = {k: lambda shape, rng, a=a: a for k, a in enumerate(rounded)}
-            make |= {3: lambda shape, rng: spans_of((2, 0, 3, 1)), 4: some_words}
+            make |= {3: lambda shape, rng: make_spans((2, 0, 3, 1)), 4: draw_words}
             shapes = (*activations, (5, 3), *weight, *([] if zero else [(4, 2, "n")]))
             yield Sample(shapes, attrs, kinds[: 6 if zero else 7], make, 1e-4)
 

@@ -32,7 +32,7 @@ Draw = Callable[[tuple[int, ...], np.random.Generator], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class DynamicIndex:
     """Data-dependent index along a dimension of `size`; negative indices count from the end."""
 
     value: Value
@@ -47,13 +47,13 @@ class Position:
         return select(wide < 0, wide + self.size, wide).value
 
     @staticmethod
-    def along(op: Op, x: Buffer, axis: int, value: Value) -> Position:
+    def along(op: Op, x: Buffer, axis: int, value: Value) -> DynamicIndex:
         """Index along an axis of a buffer, with the op's name in the error text."""
         size = x.shape[axis]
-        return Position(value, size, f"{op.name}: an index is out of range for axis {axis} of size {size}")
+        return DynamicIndex(value, size, f"{op.name}: an index is out of range for axis {axis} of size {size}")
 
 
-def at_positions(positions: Sequence[Position], make: Callable[..., Stmt]) -> Stmt:
+def with_checked_indices(positions: Sequence[DynamicIndex], make: Callable[..., Stmt]) -> Stmt:
     """Bind indices to symbols and check their ranges around the statement make(*symbols)."""
     names = [f"p{k}" if len(positions) > 1 else "p" for k in range(len(positions))]
     symbols = [SymVar(name, lower=None) for name in names]  # unbounded before the check
@@ -67,7 +67,7 @@ def at_positions(positions: Sequence[Position], make: Callable[..., Stmt]) -> St
     return stmt
 
 
-def plain_indices(indices: Any) -> Any:
+def constant_indices(indices: Any) -> Any:
     """Convert indices to int64, also from an object array; TypeError if an element is a symbolic expression."""
     if indices.dtype != object:
         return indices.astype(np.int64)
@@ -109,13 +109,13 @@ class Gather(_Indexed):
         stop = axis + len(indices.shape)
 
         def element(*i: SymExpr) -> Stmt:
-            position = Position.along(self, x, axis, indices[i[axis:stop]])
-            return at_positions([position], lambda p: Store(out, i, Load(x, (*i[:axis], p, *i[stop:]))))
+            position = DynamicIndex.along(self, x, axis, indices[i[axis:stop]])
+            return with_checked_indices([position], lambda p: Store(out, i, Load(x, (*i[:axis], p, *i[stop:]))))
 
         return loops("ijklmn", out.shape, element)
 
     def reference(self, x: Any, indices: Any, *, axis: int) -> Any:
-        return np.take(x, plain_indices(indices), axis)
+        return np.take(x, constant_indices(indices), axis)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(((5, "n"), ("m",)), {"axis": 0}, ("float32", "int64"), make={1: draw_indices(5)})
@@ -142,14 +142,14 @@ class GatherElements(_Indexed):
         axis = normalize_axis(self, axis, len(x.shape))
 
         def element(*i: SymExpr) -> Stmt:
-            position = Position.along(self, x, axis, indices[i])
-            return at_positions([position], lambda p: Store(out, i, Load(x, (*i[:axis], p, *i[axis + 1 :]))))
+            position = DynamicIndex.along(self, x, axis, indices[i])
+            return with_checked_indices([position], lambda p: Store(out, i, Load(x, (*i[:axis], p, *i[axis + 1 :]))))
 
         return seq(*element_checks(self.name, x, indices, axis), loops("ijklmn", out.shape, element))
 
     def reference(self, x: Any, indices: Any, *, axis: int) -> Any:
         grid = list(np.indices(indices.shape))
-        grid[axis] = plain_indices(indices)
+        grid[axis] = constant_indices(indices)
         return x[tuple(grid)]
 
     def samples(self) -> Iterable[Sample]:
@@ -177,10 +177,10 @@ class _IndexTuples(_Indexed):
             self.fail(f"the last dimension of indices {positions} must be a constant of at most the rank of x {ty}")
         return size
 
-    def positions(self, x: Buffer, indices: Buffer, at: tuple[SymExpr, ...], batch_dims: int = 0) -> list[Position]:
+    def positions(self, x: Buffer, indices: Buffer, at: tuple[SymExpr, ...], batch_dims: int = 0) -> list[DynamicIndex]:
         """The components of the index tuple at `at`."""
         count = as_int(indices.shape[-1]) or 0
-        return [Position.along(self, x, batch_dims + c, Load(indices, (*at, sym(c)))) for c in range(count)]
+        return [DynamicIndex.along(self, x, batch_dims + c, Load(indices, (*at, sym(c)))) for c in range(count)]
 
 
 @register
@@ -206,7 +206,9 @@ class GatherNd(_IndexTuples):
         def element(*i: SymExpr) -> Stmt:
             at = i[:outer]
             positions = self.positions(x, indices, at, batch_dims)
-            return at_positions(positions, lambda *p: Store(out, i, Load(x, (*at[:batch_dims], *p, *i[outer:]))))
+            return with_checked_indices(
+                positions, lambda *p: Store(out, i, Load(x, (*at[:batch_dims], *p, *i[outer:])))
+            )
 
         batches: list[Stmt] = [
             Check(index(a).equals(b).value, f"gather_nd: batch dimension {k} is {a} in x and {b} in indices")
@@ -216,7 +218,7 @@ class GatherNd(_IndexTuples):
         return seq(*batches, loops("ijklmn", out.shape, element))
 
     def reference(self, x: Any, indices: Any, *, batch_dims: int) -> Any:
-        positions = plain_indices(indices)
+        positions = constant_indices(indices)
         shape = positions.shape[:-1] + x.shape[batch_dims + positions.shape[-1] :]
         out = np.empty(shape, x.dtype)
         for at in np.ndindex(positions.shape[:-1]):
@@ -283,8 +285,8 @@ class ScatterElements(_Scatter):
         axis = normalize_axis(self, axis, len(x.shape))
 
         def update(*i: SymExpr) -> Stmt:
-            position = Position.along(self, x, axis, indices[i])
-            return at_positions(
+            position = DynamicIndex.along(self, x, axis, indices[i])
+            return with_checked_indices(
                 [position], lambda p: Store(out, (*i[:axis], p, *i[axis + 1 :]), updates[i], _combine(reduction))
             )
 
@@ -293,7 +295,7 @@ class ScatterElements(_Scatter):
 
     def reference(self, x: Any, indices: Any, updates: Any, *, axis: int, reduction: str) -> Any:
         grid = list(np.indices(indices.shape))
-        grid[axis] = plain_indices(indices)
+        grid[axis] = constant_indices(indices)
         return self.scatter(x.copy(), tuple(grid), updates, reduction)
 
     def samples(self) -> Iterable[Sample]:
@@ -325,13 +327,15 @@ class ScatterNd(_Scatter):
 
         def update(*i: SymExpr) -> Stmt:
             positions = self.positions(x, indices, i[:outer])
-            return at_positions(positions, lambda *p: Store(out, (*p, *i[outer:]), updates[i], _combine(reduction)))
+            return with_checked_indices(
+                positions, lambda *p: Store(out, (*p, *i[outer:]), updates[i], _combine(reduction))
+            )
 
         checks = self.update_checks(updates, shape)
         return seq(*checks, compute(out, lambda *i: x[i]), loops("ijklmn", shape, update))
 
     def reference(self, x: Any, indices: Any, updates: Any, *, reduction: str) -> Any:
-        positions = plain_indices(indices)
+        positions = constant_indices(indices)
         where = tuple(positions[..., c] for c in range(positions.shape[-1]))
         return self.scatter(x.copy(), where, updates, reduction)
 
@@ -365,8 +369,8 @@ class ReverseSequence(_Indexed):
             length, t = Scalar(lengths[i[batch]]).cast("int64"), i[time]
             source = select(index(t) < length, length - 1 - t, index(t)).value
             message = f"reverse_sequence: a length lies outside of 0..{x.shape[time]}"
-            return at_positions(
-                [Position(source, x.shape[time], message)],
+            return with_checked_indices(
+                [DynamicIndex(source, x.shape[time], message)],
                 lambda p: Store(out, i, Load(x, (*i[:time], p, *i[time + 1 :]))),
             )
 

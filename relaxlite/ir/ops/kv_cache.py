@@ -29,7 +29,7 @@ from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.nn_attention import fold
-from relaxlite.ir.ops.nn_norm import weight
+from relaxlite.ir.ops.nn_norm import softmax_exp
 from relaxlite.ir.ops.scalars import Scalar, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Stmt, Store, compute, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
@@ -365,8 +365,8 @@ class _Block(ABC):
         """Store rescale[r], the factor that normalizes the sums with the sink, relative to the largest score."""
         old = Scalar(self.row_max[(r,)])
         new = old.maximum(sink)
-        decay = weight(old - new)
-        factor = decay / (Scalar(self.total[(r,)]) * decay + weight(sink - new))
+        decay = softmax_exp(old - new)
+        factor = decay / (Scalar(self.total[(r,)]) * decay + softmax_exp(sink - new))
         return Store(self.rescale, (r,), factor.value)
 
 
@@ -451,10 +451,10 @@ class _Attend(_Block):
         def update_max(r: SymExpr, step_max: Scalar) -> Stmt:
             old = Scalar(row_max[(r,)])
             new = old.maximum(step_max)
-            return seq(Store(rescale, (r,), weight(old - new).value), Store(row_max, (r,), new.value))
+            return seq(Store(rescale, (r,), softmax_exp(old - new).value), Store(row_max, (r,), new.value))
 
         def compute_weight(r: SymExpr, j: SymExpr) -> Stmt:
-            exp_score = weight(Scalar(scores[r, j]) - Scalar(row_max[(r,)]))
+            exp_score = softmax_exp(Scalar(scores[r, j]) - Scalar(row_max[(r,)]))
             is_masked = Scalar(scores[r, j]) <= MASKED_SCORE  # all keys so far may be masked for a row
             return Store(scores, (r, j), select(is_masked, 0.0, exp_score).value)
 
@@ -552,7 +552,7 @@ class _Combine(_Block):
 
         def compute_rescale(p: SymExpr, r: SymExpr) -> Stmt:
             difference = Scalar(problem.part_max[at[0] + p, at[1], r]) - Scalar(self.row_max[(r,)])
-            return Store(self.rescale, (r,), weight(difference).value)
+            return Store(self.rescale, (r,), softmax_exp(difference).value)
 
         def accumulate(to: Buffer, part_values: Buffer, p: SymExpr, r: SymExpr, *e: SymExpr) -> Stmt:
             source, place = (at[0] + p, at[1], r, *e), (r, *e)

@@ -42,7 +42,7 @@ def equality_checks(message: str, *pairs: tuple[IntLike, IntLike]) -> tuple[Chec
     )
 
 
-def emptiness_checks(op: str, why: str, x: Buffer, axes: Iterable[int], out: Buffer) -> tuple[Check, ...]:
+def nonempty_checks(op: str, why: str, x: Buffer, axes: Iterable[int], out: Buffer) -> tuple[Check, ...]:
     """Run-time checks that x is nonempty along `axes` unless `out` is empty; proven axes need none.
 
     `why` ends the error text: what the op cannot do with an empty dimension.
@@ -68,7 +68,7 @@ def emit_reshape(bb: BlockBuilder, x: Expr, shape: Iterable[IntLike]) -> Expr:
     return emit_op(bb, "reshape", x, shape_value(shape))
 
 
-def in_accumulator(x: Any) -> Any:
+def to_accumulator_dtype(x: Any) -> Any:
     """Convert a NumPy array to its accumulator dtype."""
     return x.astype(dtypes.to_numpy(accumulator(dtypes.from_numpy(x.dtype) or "float32")))
 
@@ -136,7 +136,7 @@ class Matmul(_Product):
 
     def reference(self, a: Any, b: Any, *, dtype: DType | None) -> Any:
         result_dtype = a.dtype if dtype is None else dtypes.to_numpy(dtype)
-        return np.asarray(np.matmul(in_accumulator(a), in_accumulator(b))).astype(result_dtype)
+        return np.asarray(np.matmul(to_accumulator_dtype(a), to_accumulator_dtype(b))).astype(result_dtype)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", "k"), ("k", "n")))
@@ -150,7 +150,7 @@ class Matmul(_Product):
         yield Sample((("m", 3), (3, "n")), dtypes=("int32", "int32"))
 
 
-FACTORS = ("int8", "uint8", "int16")  # dtypes of the operands of integer products
+PRODUCT_DTYPES = ("int8", "uint8", "int16")  # dtypes of the operands of integer products
 
 
 @register
@@ -166,7 +166,7 @@ class MatmulInteger(_Product):
 
     def infer(self, a: Expr, b: Expr, a_zero: Expr | None = None, b_zero: Expr | None = None) -> Type:
         x, y = self.tensor(a, "a"), self.tensor(b, "b")
-        if x.dtype not in FACTORS or y.dtype not in FACTORS:
+        if x.dtype not in PRODUCT_DTYPES or y.dtype not in PRODUCT_DTYPES:
             self.fail(f"operands must be int8, uint8 or int16, got {x.dtype} and {y.dtype}")
         for operand, zero, name in ((x, a_zero, "a_zero"), (y, b_zero, "b_zero")):
             if zero is not None and self.tensor(zero, name).dtype != operand.dtype:

@@ -28,8 +28,8 @@ from relaxlite.ir.expr import Call, Expr
 from relaxlite.ir.intrinsics import DOT2_PACKED_BF16, NARROW, PACK_BF16
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_shapes, format_shape
-from relaxlite.ir.ops.linalg import accumulator, emit_op, equality_checks, in_accumulator
-from relaxlite.ir.ops.nn_norm import weight
+from relaxlite.ir.ops.linalg import accumulator, emit_op, equality_checks, to_accumulator_dtype
+from relaxlite.ir.ops.nn_norm import softmax_exp
 from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, For, Intrinsic, Load, Select, Stmt, Store, Value, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smin, sym
@@ -45,7 +45,7 @@ MAX_WIDTH = 512  # widest q, k and v: blocks have to stay in the private caches 
 Axes: TypeAlias = tuple[int, ...]
 
 
-def has_blocks(q: Shape, v: Shape) -> bool:
+def fits_blocks(q: Shape, v: Shape) -> bool:
     """Whether q and v of these (transposed) shapes have constant widths, small enough for the blocked program."""
     return all((as_int(width) or MAX_WIDTH + 1) <= MAX_WIDTH for width in (q[-1], v[-1]))
 
@@ -121,7 +121,7 @@ class Attention(Op):
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         shapes = [self.tensor(x).shape or () for x in call.args[:3]]
         qs, _, vs = self._views(shapes, call.attrs)
-        if has_blocks(qs, vs):
+        if fits_blocks(qs, vs):
             return None
         rank, wide = len(qs), accumulator(self.tensor(call.args[0]).dtype)
         group: Any = call.attrs["group"]
@@ -190,7 +190,7 @@ class Attention(Op):
     def reference(self, q: Any, k: Any, v: Any, *added: Any, **attrs: Any) -> Any:
         axes, group = attrs, attrs.get("group", 1)
         views = [np.transpose(x, _order(axes[f"{n}_axes"], x.ndim)) for n, x in (("q", q), ("k", k), ("v", v))]
-        qs, ks, vs = map(in_accumulator, views)
+        qs, ks, vs = map(to_accumulator_dtype, views)
         if group > 1:
             ks, vs = (np.repeat(x, group, axis=-3) for x in (ks, vs))
         scores = np.matmul(qs, np.swapaxes(ks, -1, -2)) * qs.dtype.type(attrs["scale"])
@@ -198,7 +198,7 @@ class Attention(Op):
             if x.dtype == np.bool_:
                 scores = np.where(x == attrs["masked_where"], scores.dtype.type(attrs["masked"]), scores)
             else:
-                scores = scores + in_accumulator(x)
+                scores = scores + to_accumulator_dtype(x)
         weights = np.exp(scores - np.max(scores, axis=-1, keepdims=True, initial=-np.inf))
         weights = weights / np.sum(weights, axis=-1, keepdims=True)
         if attrs.get("zero_nan"):
@@ -405,10 +405,10 @@ class _Block:
         def update_max(i: SymExpr, block_max: Scalar) -> Stmt:
             old = Scalar(row_max[(i,)])
             new = old.maximum(block_max)
-            return seq(Store(rescale, (i,), weight(old - new).value), Store(row_max, (i,), new.value))
+            return seq(Store(rescale, (i,), softmax_exp(old - new).value), Store(row_max, (i,), new.value))
 
         def compute_weight(j: SymExpr, i: SymExpr) -> Stmt:
-            return Store(scores, (j, i), weight(Scalar(scores[j, i]) - Scalar(row_max[(i,)])).value)
+            return Store(scores, (j, i), softmax_exp(Scalar(scores[j, i]) - Scalar(row_max[(i,)])).value)
 
         def accumulate(old: Value, i: SymExpr, block_sum: Scalar) -> Value:
             return (Scalar(old) * Scalar(rescale[(i,)]) + block_sum).value

@@ -18,13 +18,13 @@ from relaxlite.ir.expr import AttrValue, Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.linalg import (
-    FACTORS,
+    PRODUCT_DTYPES,
     accumulate,
     accumulator,
     emit_op,
     emit_reshape,
     equality_checks,
-    in_accumulator,
+    to_accumulator_dtype,
 )
 from relaxlite.ir.ops.scalars import Scalar, all_of, index, select
 from relaxlite.ir.program import Buffer, Stmt, seq
@@ -44,12 +44,12 @@ def window_extent(kernel: SymExpr | int, dilation: int) -> SymExpr:
 LAYOUTS = ("first", "last", "first_to_last")
 
 
-def to_first(dims: Shape) -> Shape:
+def to_channels_first(dims: Shape) -> Shape:
     """Reorder (n, spatial..., c) to (n, c, spatial...)."""
     return (dims[0], dims[-1], *dims[1:-1])
 
 
-def to_last(dims: Shape) -> Shape:
+def to_channels_last(dims: Shape) -> Shape:
     """Reorder (n, c, spatial...) to (n, spatial..., c)."""
     return (dims[0], *dims[2:], dims[1])
 
@@ -64,7 +64,7 @@ def filters_to_channels_last(dims: Shape) -> Shape:
     return (*dims[2:], dims[1], dims[0])
 
 
-def is_zero(pads: Shape) -> bool:
+def is_zero_padding(pads: Shape) -> bool:
     """Whether all pads are known to be 0."""
     return all(as_int(p) == 0 for p in pads)
 
@@ -142,12 +142,12 @@ class ConvolutionWithLayout(Convolution):
         xs, ws, padding = super().shapes(x, w, pads)
         if layout == "first":
             return xs, ws, padding
-        return to_first(xs) if layout == "last" else xs, filters_to_channels_first(ws), padding
+        return to_channels_first(xs) if layout == "last" else xs, filters_to_channels_first(ws), padding
 
     def result(self, dtype: str, x: Expr, w: Expr, pads: Expr, *, layout: str, **window: Any) -> TensorType:
         """Result type in the layout."""
         shape = self.result_shape(x, w, pads, layout=layout, **window)
-        return TensorType.of(shape if layout == "first" else to_last(shape), dtype)
+        return TensorType.of(shape if layout == "first" else to_channels_last(shape), dtype)
 
     def reference_convolution(self, x: Any, w: Any, pads: Ints, *, layout: str, **window: Any) -> Any:
         """Compute the convolution in NumPy, in the dtype of x."""
@@ -178,7 +178,9 @@ class Conv(ConvolutionWithLayout):
         values = self.shape(pads)
         attrs: dict[str, Any] = dict(call.attrs)
         is_last, filters = attrs["layout"] == "last", self.tensor(w).shape or ()
-        if is_zero(values) or (attrs["groups"] != 1 and (is_last or is_small_depthwise(filters, attrs["strides"]))):
+        if is_zero_padding(values) or (
+            attrs["groups"] != 1 and (is_last or is_small_depthwise(filters, attrs["strides"]))
+        ):
             return None
         padded = pad_spatial(bb, x, values, last=is_last)
         return self(padded, w, (0,) * len(values), **attrs)
@@ -192,7 +194,9 @@ class Conv(ConvolutionWithLayout):
         return lower_windows(self.name, x, w, out, window, term, layout, pads)
 
     def reference(self, x: Any, w: Any, pads: Ints, **attrs: Any) -> Any:
-        return self.reference_convolution(in_accumulator(x), in_accumulator(w), pads, **attrs).astype(x.dtype)
+        return self.reference_convolution(to_accumulator_dtype(x), to_accumulator_dtype(w), pads, **attrs).astype(
+            x.dtype
+        )
 
     def samples(self) -> Iterable[Sample]:
         shape = ("float32", "float32", "shape")
@@ -234,7 +238,7 @@ class ConvInteger(ConvolutionWithLayout):
 
     def infer(self, x: Expr, w: Expr, pads: Expr, *zeros: Expr, **window: Any) -> Type:
         for operand, name in ((x, "x"), (w, "w")):
-            if self.tensor(operand, name).dtype not in FACTORS:
+            if self.tensor(operand, name).dtype not in PRODUCT_DTYPES:
                 self.fail(f"{name} must be int8, uint8 or int16, got {operand.ty}")
         for zero, operand, name in zip(zeros, (x, w), ("x_zero", "w_zero"), strict=False):
             ty, like = self.tensor(zero, name), self.tensor(operand)
@@ -245,7 +249,7 @@ class ConvInteger(ConvolutionWithLayout):
     def decompose(self, bb: BlockBuilder, call: Call) -> Expr | None:
         x, w, pads, *zeros = call.args
         values = self.shape(pads)
-        if is_zero(values):
+        if is_zero_padding(values):
             return None
         attrs: dict[str, Any] = dict(call.attrs)
         value = emit_reshape(bb, zeros[0], ()) if zeros else None
@@ -296,7 +300,9 @@ def pad_spatial(bb: BlockBuilder, x: Expr, pads: Shape, value: Expr | None = Non
     """Pad the spatial dimensions of x (begins, then ends) by a scalar, 0 if None; `last`: channels last."""
     count = len(pads) // 2
     before, after = (sym(0), sym(0), *pads[:count]), (sym(0), sym(0), *pads[count:])
-    return emit_op(bb, "pad", x, to_last(before) if last else before, to_last(after) if last else after, value)
+    return emit_op(
+        bb, "pad", x, to_channels_last(before) if last else before, to_channels_last(after) if last else after, value
+    )
 
 
 def lower_windows(
@@ -317,13 +323,13 @@ def lower_windows(
     count, groups = len(x.shape) - 2, window["groups"]
     strides, dilations = window["strides"] or (1,) * count, window["dilations"] or (1,) * count
     begins, ends = pads[:count] or (sym(0),) * count, pads[count:] or (sym(0),) * count
-    xs = to_first(x.shape) if layout == "last" else x.shape
+    xs = to_channels_first(x.shape) if layout == "last" else x.shape
     ws = w.shape if layout == "first" else filters_to_channels_first(w.shape)
     order = range(1, count + 2) if layout == "first" else (*range(2, count + 2), 1)
     reduced = [axis for axis in order if as_int(ws[axis]) != 1]
 
     def value(*i: SymVar) -> Scalar:
-        n, oc, *o = i[: 2 + count] if layout == "first" else to_first(i[: 2 + count])
+        n, oc, *o = i[: 2 + count] if layout == "first" else to_channels_first(i[: 2 + count])
         filter_index = [sym(0)] * (count + 2)
         for axis, at in zip(reduced, i[2 + count :], strict=True):
             filter_index[axis] = at
@@ -332,7 +338,7 @@ def lower_windows(
         inside = [index(at) >= 0 for at, begin in zip(where, begins, strict=True) if as_int(begin) != 0]
         inside += [index(at) < s for at, s, end in zip(where, xs[2:], ends, strict=True) if as_int(end) != 0]
         in_x, in_w = (n, channel, *where), (oc, *filter_index[1:])
-        element_x = Scalar(x[to_last(in_x) if layout == "last" else in_x])
+        element_x = Scalar(x[to_channels_last(in_x) if layout == "last" else in_x])
         element_w = w[in_w if layout == "first" else filters_to_channels_last(in_w)]
         return term(select(all_of(inside), element_x, 0) if inside else element_x, Scalar(element_w), oc)
 

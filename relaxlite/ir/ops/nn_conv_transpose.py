@@ -12,8 +12,8 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import AttrValue, Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape
-from relaxlite.ir.ops.linalg import emit_op, in_accumulator
-from relaxlite.ir.ops.nn_conv import Convolution, Ints, to_first, window_extent, window_extents
+from relaxlite.ir.ops.linalg import emit_op, to_accumulator_dtype
+from relaxlite.ir.ops.nn_conv import Convolution, Ints, to_channels_first, window_extent, window_extents
 from relaxlite.ir.ops.scalars import Scalar, all_of, index, select
 from relaxlite.ir.program import Buffer, Stmt, Value, compute
 from relaxlite.ir.symbolic import SymExpr, ceildiv, sym
@@ -77,8 +77,11 @@ class ConvTranspose(Convolution):
         extents = [(w.shape[k + 2] - 1) * dilations[k] + 1 for k in range(count)]
         dims = [(x.shape[k + 2] - 1) * strides[k] + extents[k] + extra[k] for k in range(count)]
         taps = [-(-extents[k] // strides[k]) * strides[k] for k in range(count)]  # equally many for each phase
-        grouped = in_accumulator(x).reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
-        kernels, leading = in_accumulator(w).reshape(groups, w.shape[0] // groups, *w.shape[1:]), (slice(None),) * 3
+        grouped = to_accumulator_dtype(x).reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+        kernels, leading = (
+            to_accumulator_dtype(w).reshape(groups, w.shape[0] // groups, *w.shape[1:]),
+            (slice(None),) * 3,
+        )
         filters = np.zeros((*kernels.shape[:3], *taps), kernels.dtype)
         filters[leading + tuple(slice(0, e, d) for e, d in zip(extents, dilations, strict=True))] = kernels
         sizes = [max(dims[k], (x.shape[k + 2] - 1) * strides[k] + taps[k]) for k in range(count)]
@@ -183,7 +186,7 @@ class PhaseInterleave(Op):
 
     def lower(self, x: Buffer, starts: Shape, sizes: Shape, *, out: Buffer, strides: Ints, channels_last: bool) -> Stmt:
         def value(*i: SymExpr) -> Value:
-            n, c, *o = to_first(i) if channels_last else i
+            n, c, *o = to_channels_first(i) if channels_last else i
             channel = sym(0) if channels_last else c
             for k, stride in enumerate(strides):
                 channel = channel * stride + (o[k] + starts[k]) % stride

@@ -19,7 +19,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr, ShapeValue
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
-from relaxlite.ir.ops.linalg import accumulator, emit_op, emit_reshape, equality_checks, in_accumulator
+from relaxlite.ir.ops.linalg import accumulator, emit_op, emit_reshape, equality_checks, to_accumulator_dtype
 from relaxlite.ir.ops.reduce import normalize_axis
 from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, loops, seq
@@ -30,7 +30,7 @@ LOG2_E = 1 / math.log(2)
 _MIN_WEIGHT = -100
 
 
-def weight(difference: Scalar, min_exponent: int = _MIN_WEIGHT) -> Scalar:
+def softmax_exp(difference: Scalar, min_exponent: int = _MIN_WEIGHT) -> Scalar:
     """Softmax numerator exp(difference) for difference <= 0, flushed to 0 below 2**min_exponent.
 
     The default keeps products with weights out of the slow subnormal range (docs/measurements/irops.md), and a weight
@@ -44,7 +44,7 @@ def weight(difference: Scalar, min_exponent: int = _MIN_WEIGHT) -> Scalar:
 Element = Callable[[SymExpr], Scalar]
 
 
-class Row:
+class RowBuilder:
     """Builder of the stages for one row, x[i..., :] -> out[i..., :], computed in `accumulator(x.dtype)`."""
 
     def __init__(self, x: Buffer, out: Buffer, i: tuple[SymVar, ...]) -> None:
@@ -79,7 +79,7 @@ class Row:
         self.stages.append(loops("j", (self.size,), lambda j: Store(local, (), value(j).value, combine)))
         return result
 
-    def keep(self, name: str, value: Element) -> Element:
+    def materialize(self, name: str, value: Element) -> Element:
         """Materialize value(j) in a new local row and return its loads."""
         local = Buffer(name, (self.size,), self.dtype)
         self.locals.append(local)
@@ -102,11 +102,11 @@ class Row:
         return body
 
 
-def row_program(x: Buffer, out: Buffer, make: Callable[[Row], None]) -> Stmt:
+def row_program(x: Buffer, out: Buffer, make: Callable[[RowBuilder], None]) -> Stmt:
     """Loop over the rows of x; `make` appends the stages of a row."""
 
     def row(*i: SymVar) -> Stmt:
-        builder = Row(x, out, i)
+        builder = RowBuilder(x, out, i)
         make(builder)
         return builder.finish()
 
@@ -148,10 +148,10 @@ class _AxisOp(Op):
         yield Sample((("n", 5),), dtypes=("float16",), tolerance=2e-3)
 
 
-def in_wide(function: Callable[[Any], Any], x: Any) -> Any:
+def apply_in_accumulator(function: Callable[[Any], Any], x: Any) -> Any:
     """Apply a NumPy function in the accumulator dtype of x and round the result to the dtype of x."""
     with np.errstate(all="ignore"):
-        return np.asarray(function(in_accumulator(x))).astype(x.dtype)
+        return np.asarray(function(to_accumulator_dtype(x))).astype(x.dtype)
 
 
 def _min_normal_exponent(x: Scalar) -> int:
@@ -169,16 +169,16 @@ class Softmax(_AxisOp):
     name = "softmax"
 
     def lower(self, x: Buffer, *, out: Buffer, axis: int) -> Stmt:
-        def stages(row: Row) -> None:
+        def stages(row: RowBuilder) -> None:
             top = row.fold("max", "maxnum", row)  # a NaN makes all exponentials NaN
-            exps = row.keep("exps", lambda j: weight(row(j) - top, _min_normal_exponent(row(j))))
+            exps = row.materialize("exps", lambda j: softmax_exp(row(j) - top, _min_normal_exponent(row(j))))
             scale = row.let("scale", 1.0 / row.fold("sum", "add", exps))
             row.write(lambda j: exps(j) * scale)
 
         return row_program(x, out, stages)
 
     def reference(self, x: Any, *, axis: int) -> Any:
-        return in_wide(lambda v: _exps(v, axis) / np.sum(_exps(v, axis), axis=axis, keepdims=True), x)
+        return apply_in_accumulator(lambda v: _exps(v, axis) / np.sum(_exps(v, axis), axis=axis, keepdims=True), x)
 
 
 @register
@@ -188,9 +188,9 @@ class LogSoftmax(_AxisOp):
     name = "log_softmax"
 
     def lower(self, x: Buffer, *, out: Buffer, axis: int) -> Stmt:
-        def stages(row: Row) -> None:
+        def stages(row: RowBuilder) -> None:
             top = row.fold("max", "maxnum", row)
-            total = row.fold("sum", "add", lambda j: weight(row(j) - top))
+            total = row.fold("sum", "add", lambda j: softmax_exp(row(j) - top))
             log = row.let("log", total.unary("log"))
             row.write(lambda j: row(j) - top - log)
 
@@ -201,7 +201,7 @@ class LogSoftmax(_AxisOp):
             top = np.max(v, axis=axis, keepdims=True, initial=-np.inf)
             return v - top - np.log(np.sum(np.exp(v - top), axis=axis, keepdims=True))
 
-        return in_wide(log_softmax, x)
+        return apply_in_accumulator(log_softmax, x)
 
 
 def _exps(x: Any, axis: int) -> Any:
@@ -216,7 +216,7 @@ class LpNormalize(_AxisOp):
     attrs: ClassVar[Mapping[str, Attr]] = {"axis": Attr("int", -1), "p": Attr("int", 2, (1, 2))}
 
     def lower(self, x: Buffer, *, out: Buffer, axis: int, p: int) -> Stmt:
-        def stages(row: Row) -> None:
+        def stages(row: RowBuilder) -> None:
             total = row.fold("sum", "add", lambda j: row(j).abs() if p == 1 else row(j) * row(j))
             norm = row.let("norm", total if p == 1 else total.unary("sqrt"))
             divisor = row.let("divisor", select(norm.equals(0.0), 1.0, norm))
@@ -229,7 +229,7 @@ class LpNormalize(_AxisOp):
             norm = np.sum(np.abs(v) ** p, axis=axis, keepdims=True) ** (1 / p)
             return v / np.where(norm == 0, 1, norm)
 
-        return in_wide(normalize, x)
+        return apply_in_accumulator(normalize, x)
 
     def samples(self) -> Iterable[Sample]:
         yield from super().samples()
@@ -275,13 +275,13 @@ class _TailNorm(Op):
         return equality_checks(f"{self.name}: scale or bias does not have the size of the rows of x", *pairs)
 
 
-def weigh(row: Row, value: Scalar, scale: Buffer | None, bias: Buffer | None, at: Shape) -> Scalar:
+def scale_and_shift(row: RowBuilder, value: Scalar, scale: Buffer | None, bias: Buffer | None, at: Shape) -> Scalar:
     """Scale and shift: value * scale[at] + bias[at], by default 1 and 0."""
     scaled = value if scale is None else value * Scalar(scale[at]).cast(row.dtype)
     return scaled if bias is None else scaled + Scalar(bias[at]).cast(row.dtype)
 
 
-def standardize(row: Row, epsilon: float) -> Element:
+def standardize(row: RowBuilder, epsilon: float) -> Element:
     """Standardize a row, (x - mean) / sqrt(variance + epsilon); mean and variance take one pass each."""
     mean = row.let("mean", row.fold("sum", "add", row) / row.count)
     square_sum = row.fold("squares", "add", lambda j: (row(j) - mean) * (row(j) - mean))
@@ -289,7 +289,7 @@ def standardize(row: Row, epsilon: float) -> Element:
     return lambda j: (row(j) - mean) * scale
 
 
-def standardized(x: Any, axes: tuple[int, ...], epsilon: float) -> Any:
+def standardize_array(x: Any, axes: tuple[int, ...], epsilon: float) -> Any:
     """Standardize an array over axes, (x - mean) / sqrt(variance + epsilon)."""
     centered = x - mean_over(x, axes)
     return centered / np.sqrt(mean_over(centered * centered, axes) + x.dtype.type(epsilon))
@@ -318,16 +318,16 @@ class LayerNorm(_TailNorm):
         axis: int,
         epsilon: float,
     ) -> Stmt:
-        def stages(row: Row) -> None:
+        def stages(row: RowBuilder) -> None:
             value = standardize(row, epsilon)
-            row.write(lambda j: weigh(row, value(j), scale, bias, (j,)))
+            row.write(lambda j: scale_and_shift(row, value(j), scale, bias, (j,)))
 
         return seq(*self.checks(x, scale, bias), row_program(x, out, stages))
 
     def reference(self, x: Any, scale: Any = None, bias: Any = None, *, axis: int, epsilon: float) -> Any:
         tail = tuple(range(axis % x.ndim, x.ndim))
-        factor, shift = (neutral if w is None else in_accumulator(w) for w, neutral in ((scale, 1), (bias, 0)))
-        return in_wide(lambda v: standardized(v, tail, epsilon) * factor + shift, x)
+        factor, shift = (neutral if w is None else to_accumulator_dtype(w) for w, neutral in ((scale, 1), (bias, 0)))
+        return apply_in_accumulator(lambda v: standardize_array(v, tail, epsilon) * factor + shift, x)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", "m"), ("m",), ("m",)), tolerance=1e-4)
@@ -345,21 +345,21 @@ class RmsNorm(_TailNorm):
     operands = ("x", "scale?")
 
     def lower(self, x: Buffer, scale: Buffer | None = None, *, out: Buffer, axis: int, epsilon: float) -> Stmt:
-        def stages(row: Row) -> None:
+        def stages(row: RowBuilder) -> None:
             square_sum = row.fold("squares", "add", lambda j: row(j) * row(j))
             factor = row.let("rms", 1.0 / (square_sum / row.count + epsilon).unary("sqrt"))
-            row.write(lambda j: weigh(row, row(j) * factor, scale, None, (j,)))
+            row.write(lambda j: scale_and_shift(row, row(j) * factor, scale, None, (j,)))
 
         return seq(*self.checks(x, scale), row_program(x, out, stages))
 
     def reference(self, x: Any, scale: Any = None, *, axis: int, epsilon: float) -> Any:
         tail = tuple(range(axis % x.ndim, x.ndim))
-        factor = 1 if scale is None else in_accumulator(scale)
+        factor = 1 if scale is None else to_accumulator_dtype(scale)
 
         def normalize(v: Any) -> Any:
             return v / np.sqrt(mean_over(v * v, tail) + v.dtype.type(epsilon)) * factor
 
-        return in_wide(normalize, x)
+        return apply_in_accumulator(normalize, x)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", "m"), ("m",)))

@@ -12,8 +12,16 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Constant, Expr, ShapeValue
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER
-from relaxlite.ir.ops.linalg import accumulator, emit_op, emit_reshape, equality_checks, in_accumulator
-from relaxlite.ir.ops.nn_norm import Row, in_wide, mean_over, row_program, standardize, standardized, weigh
+from relaxlite.ir.ops.linalg import accumulator, emit_op, emit_reshape, equality_checks, to_accumulator_dtype
+from relaxlite.ir.ops.nn_norm import (
+    RowBuilder,
+    apply_in_accumulator,
+    mean_over,
+    row_program,
+    scale_and_shift,
+    standardize,
+    standardize_array,
+)
 from relaxlite.ir.ops.reduce import composed_in_float32, normalize_axes
 from relaxlite.ir.ops.scalars import Scalar, identity, index, select
 from relaxlite.ir.program import Buffer, Stmt, Value, reduce, seq
@@ -48,7 +56,7 @@ def _per_channel(bb: BlockBuilder, weight: Expr, rank: int) -> Expr:
 
 def _channel_values(weight: Any, x: Any) -> Any:
     """Reshape an array (c,) to (c, 1, ...) and convert it to its accumulator dtype."""
-    return in_accumulator(weight).reshape(-1, *(1,) * (x.ndim - 2))
+    return to_accumulator_dtype(weight).reshape(-1, *(1,) * (x.ndim - 2))
 
 
 @register
@@ -68,9 +76,9 @@ class InstanceNorm(_ChannelNorm):
         return get_op("reshape")(bb.emit(self(rows, scale, bias, **attrs)), ShapeValue(shape))
 
     def lower(self, x: Buffer, scale: Buffer, bias: Buffer, *, out: Buffer, epsilon: float) -> Stmt:
-        def stages(row: Row) -> None:
+        def stages(row: RowBuilder) -> None:
             value = standardize(row, epsilon)
-            row.write(lambda j: weigh(row, value(j), scale, bias, row.i[1:]))
+            row.write(lambda j: scale_and_shift(row, value(j), scale, bias, row.i[1:]))
 
         pairs = [(x.shape[1], weight.shape[0]) for weight in (scale, bias)]
         checks = equality_checks("instance_norm: channels of x and of its weights", *pairs)
@@ -78,8 +86,8 @@ class InstanceNorm(_ChannelNorm):
 
     def reference(self, x: Any, scale: Any, bias: Any, *, epsilon: float) -> Any:
         spatial = tuple(range(2, x.ndim))
-        return in_wide(
-            lambda v: standardized(v, spatial, epsilon) * _channel_values(scale, x) + _channel_values(bias, x), x
+        return apply_in_accumulator(
+            lambda v: standardize_array(v, spatial, epsilon) * _channel_values(scale, x) + _channel_values(bias, x), x
         )
 
     def samples(self) -> Iterable[Sample]:
@@ -115,10 +123,10 @@ class GroupNorm(_ChannelNorm):
     def reference(self, x: Any, scale: Any, bias: Any, *, groups: int, epsilon: float) -> Any:
         def normalize(v: Any) -> Any:
             rows = v.reshape(v.shape[0], groups, v.shape[1] // groups, *v.shape[2:])
-            normal = standardized(rows, tuple(range(2, rows.ndim)), epsilon).reshape(v.shape)
+            normal = standardize_array(rows, tuple(range(2, rows.ndim)), epsilon).reshape(v.shape)
             return normal * _channel_values(scale, x) + _channel_values(bias, x)
 
-        return in_wide(normalize, x)
+        return apply_in_accumulator(normalize, x)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("n", 4, "h", "w"), (4,), (4,)), {"groups": 2}, tolerance=1e-4)
@@ -153,7 +161,7 @@ class BatchNorm(_ChannelNorm):
             normal = (v - _channel_values(mean, x)) / np.sqrt(_channel_values(var, x) + v.dtype.type(epsilon))
             return normal * _channel_values(scale, x) + _channel_values(bias, x)
 
-        return in_wide(normalize, x)
+        return apply_in_accumulator(normalize, x)
 
     def samples(self) -> Iterable[Sample]:
         positive = {4: lambda shape, rng: rng.uniform(0.5, 2, shape).astype(np.float32)}
@@ -232,7 +240,7 @@ class MeanVarianceNormalize(Op):
             centered = v - mean_over(v, axes)
             return centered / (np.sqrt(mean_over(centered * centered, axes)) + v.dtype.type(1e-9))
 
-        return in_wide(normalize, x)
+        return apply_in_accumulator(normalize, x)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(((3, 2, "h", 4),), tolerance=1e-4)

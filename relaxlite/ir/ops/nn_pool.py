@@ -16,8 +16,8 @@ from relaxlite import dtypes
 from relaxlite.ir.expr import AttrValue, Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
-from relaxlite.ir.ops.linalg import accumulator, in_accumulator
-from relaxlite.ir.ops.nn_conv import to_first, to_last
+from relaxlite.ir.ops.linalg import accumulator, to_accumulator_dtype
+from relaxlite.ir.ops.nn_conv import to_channels_first, to_channels_last
 from relaxlite.ir.ops.scalars import Scalar, all_of, identity, index, literal, select
 from relaxlite.ir.program import Buffer, Stmt, Value, compute, reduce, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
@@ -53,7 +53,7 @@ class Window:
     def channels_first(self, i: Shape) -> Shape:
         """Reorder the indices of a nest over the result and the taps to (n, c, o..., taps...)."""
         outer = 2 + len(self.kernel)
-        return (*to_first(i[:outer]), *i[outer:]) if self.channels_last else i
+        return (*to_channels_first(i[:outer]), *i[outer:]) if self.channels_last else i
 
     @property
     def reduced(self) -> list[int]:
@@ -116,7 +116,7 @@ class Window:
             if self.may_overrun(k):
                 last = position if self.later_may_overrun(k) else tap * self.dilations[k] - self.begin(k)
                 conditions.append(index(last) < index(self.size[k]))
-        return to_last(tuple(where)) if self.channels_last else tuple(where), conditions
+        return to_channels_last(tuple(where)) if self.channels_last else tuple(where), conditions
 
     def count(self, o: Shape, *, include_pad: bool) -> SymExpr:
         """Number of taps of window `o` in x, or with include_pad in x and its padding."""
@@ -345,7 +345,7 @@ class AvgPool(_SumPool):
         return self.lower_sum(x, window, out, lambda v: v, mean)
 
     def reference(self, x: Any, pads: Ints, *, count_include_pad: bool, **attrs: Any) -> Any:
-        wide = in_accumulator(x)
+        wide = to_accumulator_dtype(x)
         total = sum(_taps(wide, pads, attrs, 0))
         counts = sum(_taps(np.ones_like(wide), pads, attrs, int(count_include_pad), 0))
         return (total / counts).astype(x.dtype)
@@ -373,7 +373,7 @@ class LpPool(_SumPool):
         return self.lower_sum(x, Window.of(x.shape, pads, attrs), out, power, root)
 
     def reference(self, x: Any, pads: Ints, *, p: int, **attrs: Any) -> Any:
-        total = sum(_taps(np.abs(in_accumulator(x)) ** p, pads, attrs, 0))
+        total = sum(_taps(np.abs(to_accumulator_dtype(x)) ** p, pads, attrs, 0))
         return (np.asarray(total) ** (1 / p)).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:

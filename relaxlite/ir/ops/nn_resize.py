@@ -19,7 +19,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import AttrValue, Call, Expr, ShapeValue
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
-from relaxlite.ir.ops.linalg import emit_op, emptiness_checks
+from relaxlite.ir.ops.linalg import emit_op, nonempty_checks
 from relaxlite.ir.ops.scalars import Scalar, identity, index, literal, select
 from relaxlite.ir.program import Allocate, Buffer, LetIndex, Stmt, Store, Value, compute, loops, reduce, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, floordiv, smax, smin, sym
@@ -231,7 +231,7 @@ class Resize(Op):
 
     def lower(self, x: Buffer, sizes: Shape, scale: Buffer | None = None, *, out: Buffer, **attrs: Any) -> Stmt:
         axes = _resized_axes(x.shape, sizes, attrs, None if scale is None else Scalar(scale[()]))
-        checks = emptiness_checks(self.name, "no elements to interpolate between", x, [axis.k for axis in axes], out)
+        checks = nonempty_checks(self.name, "no elements to interpolate between", x, [axis.k for axis in axes], out)
         if attrs["mode"] == "nearest":
             return seq(*checks, _lower_nearest(x, out, axes, attrs))
         (axis,) = axes

@@ -11,7 +11,7 @@ from relaxlite import dtypes
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, broadcast_index
-from relaxlite.ir.ops.linalg import accumulator, in_accumulator
+from relaxlite.ir.ops.linalg import accumulator, to_accumulator_dtype
 from relaxlite.ir.ops.scalars import Scalar, index, select
 from relaxlite.ir.program import Buffer, Stmt, Value, compute
 from relaxlite.ir.symbolic import SymExpr, as_int
@@ -73,11 +73,11 @@ class Rotary(Op):
         return compute(out, element)
 
     def reference(self, x: Any, cos: Any, sin: Any, *, interleaved: bool) -> Any:
-        wide, half = in_accumulator(x), x.shape[-1] // 2
+        wide, half = to_accumulator_dtype(x), x.shape[-1] // 2
         first, second = (wide[..., ::2], wide[..., 1::2]) if interleaved else (wide[..., :half], wide[..., half:])
         parts = []
         for sign, a, b in ((-1, first, second), (1, second, first)):
-            c, s = (self._half(in_accumulator(t), sign < 0, half, interleaved) for t in (cos, sin))
+            c, s = (self._half(to_accumulator_dtype(t), sign < 0, half, interleaved) for t in (cos, sin))
             parts.append(a * c + sign * b * s)
         array = np.stack(parts, axis=-1).reshape(x.shape) if interleaved else np.concatenate(parts, axis=-1)
         return array.astype(x.dtype)

@@ -12,7 +12,7 @@ from relaxlite import dtypes
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape
-from relaxlite.ir.ops.linalg import accumulator, emptiness_checks, equality_checks, in_accumulator
+from relaxlite.ir.ops.linalg import accumulator, equality_checks, nonempty_checks, to_accumulator_dtype
 from relaxlite.ir.ops.scalars import Scalar, all_of, identity, index, select
 from relaxlite.ir.program import Allocate, Buffer, Check, LetIndex, Stmt, Store, Value, compute, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, smax, smin, sym
@@ -121,20 +121,20 @@ class GridSample(Op):
         pairs = [(grid.shape[0], x.shape[0]), (grid.shape[-1], sym(count))]
         checks = equality_checks("grid_sample: grid does not fit x", *pairs)
         if padding_mode != "zeros":
-            checks += emptiness_checks(self.name, "it has no border", x, range(2, len(x.shape)), out)
+            checks += nonempty_checks(self.name, "it has no border", x, range(2, len(x.shape)), out)
             if any(as_int(d) == 0 for d in x.shape):  # `out` is empty too, or a check stops the run
                 return seq(*checks)
         return seq(*checks, Allocate(where, seq(compute(where, coordinate), loops("ncijk", out.shape, element))))
 
     def reference(self, x: Any, grid: Any, *, mode: str, padding_mode: str, align_corners: bool) -> Any:
-        count, wide = x.ndim - 2, in_accumulator(x)
+        count, wide = x.ndim - 2, to_accumulator_dtype(x)
         begin, taps = _TAPS[mode]
         if 0 in x.shape[2:]:
             if padding_mode != "zeros" and 0 not in (*x.shape[:2], *grid.shape[1:-1]):
                 raise IndexError(f"grid_sample: x is empty: it has no border: {x.shape}")
             wide = np.zeros((*x.shape[:2], *(max(d, 1) for d in x.shape[2:])), wide.dtype)  # all padding
-        sizes = np.array(x.shape[2:][::-1], in_accumulator(grid).dtype)
-        where = _denormalize(in_accumulator(grid), sizes, align_corners)[..., ::-1]
+        sizes = np.array(x.shape[2:][::-1], to_accumulator_dtype(grid).dtype)
+        where = _denormalize(to_accumulator_dtype(grid), sizes, align_corners)[..., ::-1]
         where = np.rint(where) if mode == "nearest" else where
         floor = np.floor(where)
         corners, rest = floor.astype(np.int64), (where - floor).astype(wide.dtype)
@@ -214,7 +214,7 @@ class AffineGrid(Op):
         return seq(*equality_checks("affine_grid: theta does not fit sizes", *pairs), compute(out, value))
 
     def reference(self, theta: Any, sizes: tuple[int, ...], *, align_corners: bool) -> Any:
-        wide = in_accumulator(theta)
+        wide = to_accumulator_dtype(theta)
         axes = [_normalize(np.arange(d, dtype=wide.dtype), wide.dtype.type(d), align_corners, np.where) for d in sizes]
         places = np.stack(np.meshgrid(*axes, indexing="ij")[::-1], axis=-1)  # (out..., d)
         mapped = np.einsum("nij,...j->n...i", wide[:, :, :-1], places)
@@ -290,7 +290,7 @@ class RoiAlign(Op):
 
         pairs = [(rois.shape[1], sym(4)), (rois.shape[0], batch.shape[0])]
         checks = equality_checks("roi_align: rois and batch", *pairs)
-        checks += emptiness_checks(self.name, "a picture has no elements", x, (2, 3), out)
+        checks += nonempty_checks(self.name, "a picture has no elements", x, (2, 3), out)
         if any(as_int(d) == 0 for d in x.shape):  # `out` is empty too, or a check stops the run
             return seq(*checks, loops("r", batch.shape, check))
         return seq(*checks, loops("r", batch.shape, check), loops("rcij", out.shape, element))

@@ -17,7 +17,7 @@ from relaxlite.ir.expr import Array, Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.elementwise import cast_array
-from relaxlite.ir.ops.linalg import emit_op, emit_reshape, equality_checks, in_accumulator
+from relaxlite.ir.ops.linalg import emit_op, emit_reshape, equality_checks, to_accumulator_dtype
 from relaxlite.ir.ops.nn_conv import Convolution
 from relaxlite.ir.ops.reduce import normalize_axis
 from relaxlite.ir.ops.scalars import Scalar, literal, select
@@ -181,7 +181,7 @@ class DequantizeLinear(_Scaled):
 
     def reference(self, x: Any, scale: Any, zero_point: Any = None, *, axis: int, block_size: int) -> Any:
         zeros = 0 if zero_point is None else _expand_scale(zero_point, x.shape, axis, block_size).astype(np.int32)
-        wide = in_accumulator(_expand_scale(scale, x.shape, axis, block_size))
+        wide = to_accumulator_dtype(_expand_scale(scale, x.shape, axis, block_size))
         return np.asarray((x.astype(np.int32) - zeros).astype(wide.dtype) * wide).astype(scale.dtype)
 
     def samples(self) -> Iterable[Sample]:

@@ -17,7 +17,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr, Tuple, TupleGetItem
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, format_shape
-from relaxlite.ir.ops.recurrent_scan import ACTIVATIONS, PARAMETERS
+from relaxlite.ir.ops.recurrent_scan import ACTIVATION_PARAMETERS, ACTIVATIONS
 from relaxlite.ir.ops.scalars import HALF
 from relaxlite.ir.symbolic import as_int, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
@@ -116,7 +116,9 @@ class _Recurrent(Op):
             self.fail(f"activations must be {size * count} of {', '.join(ACTIVATIONS)}, got {attrs['activations']!r}")
         values: dict[str, Sequence[float]] = {}
         for k, name in enumerate(("alphas", "betas")):
-            values[name] = attrs[name] or [PARAMETERS.get(activation, (0.0, 0.0))[k] for activation in activations]
+            values[name] = attrs[name] or [
+                ACTIVATION_PARAMETERS.get(activation, (0.0, 0.0))[k] for activation in activations
+            ]
             if len(values[name]) != len(activations):
                 self.fail(
                     f"{name} must have one value for each of the {len(activations)} activations, got {attrs[name]}"

@@ -22,11 +22,11 @@ from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, Value, compute, 
 from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.ir.types import TensorType, TupleType, Type
 
-PARAMETERS = {  # activations with parameters: ONNX's defaults of alpha and beta
+ACTIVATION_PARAMETERS = {  # activations with parameters: ONNX's defaults of alpha and beta
     "affine": (1.0, 0.0), "leaky_relu": (0.01, 0.0), "thresholded_relu": (1.0, 0.0), "scaled_tanh": (1.0, 1.0),
     "hard_sigmoid": (0.2, 0.5), "elu": (1.0, 0.0),
 }  # fmt: skip
-ACTIVATIONS = (*PARAMETERS, "relu", "tanh", "sigmoid", "softsign", "softplus")
+ACTIVATIONS = (*ACTIVATION_PARAMETERS, "relu", "tanh", "sigmoid", "softsign", "softplus")
 
 Activation = Callable[[Any], Any]
 

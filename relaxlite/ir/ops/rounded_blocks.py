@@ -11,7 +11,7 @@ import numpy as np
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.intrinsics import ROUND_TO_INT32
 from relaxlite.ir.op import Attr, Op, Sample, register
-from relaxlite.ir.ops.block_codes import DP4A_BYTES, Array, rotated
+from relaxlite.ir.ops.block_codes import DP4A_BYTES, Array, hadamard_transform
 from relaxlite.ir.ops.elementwise import cast_array
 from relaxlite.ir.ops.scalars import Scalar, literal, select
 from relaxlite.ir.program import Allocate, Buffer, Intrinsic, Stmt, Store, Value, loops, reduce, seq
@@ -55,8 +55,8 @@ class QuantizeBlocks(Op):
             self.fail(f"blocks of {block // DP4A_BYTES} quads are no whole number of rotations of {rotation}")
         assert ty.shape is not None
         blocks = (depth // block, ty.shape[0])
-        codes = TensorType.of((*blocks, bytes_of_block(block, low_bits)), "int8")
-        sums = TensorType.of(sums_shape(blocks, rotation), "int32")
+        codes = TensorType.of((*blocks, bytes_per_block(block, low_bits)), "int8")
+        sums = TensorType.of(block_sums_shape(blocks, rotation), "int32")
         return TupleType((codes, TensorType.of(blocks, "float32"), sums))
 
     def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer], block: int, low_bits: int, rotation: int) -> Stmt:
@@ -72,7 +72,7 @@ class QuantizeBlocks(Op):
 
             def transform(first: SymExpr, b: SymExpr) -> Stmt:
                 positions = [first * (rotation * DP4A_BYTES) + q * DP4A_BYTES + b for q in range(rotation)]
-                transformed = rotated([Scalar(x[i, g * block + at]) for at in positions])
+                transformed = hadamard_transform([Scalar(x[i, g * block + at]) for at in positions])
                 return seq(
                     *(Store(mixed, (at,), value.value) for at, value in zip(positions, transformed, strict=True))
                 )
@@ -125,7 +125,9 @@ class QuantizeBlocks(Op):
     def reference(self, x: Any, *, block: int, low_bits: int, rotation: int) -> Any:
         blocks = x.reshape(len(x), x.shape[1] // block, block).swapaxes(0, 1)
         groups = blocks.reshape(*blocks.shape[:2], block // (rotation * DP4A_BYTES), rotation, DP4A_BYTES)
-        blocks = np.stack(rotated([groups[..., group, :] for group in range(rotation)]), axis=-2).reshape(blocks.shape)
+        blocks = np.stack(hadamard_transform([groups[..., group, :] for group in range(rotation)]), axis=-2).reshape(
+            blocks.shape
+        )
         with np.errstate(all="ignore"):
             block_max = np.abs(blocks).max(axis=2, initial=0)
             factor = np.where(block_max >= np.float32(MIN_BLOCK_MAX), np.float32(MAX_CODE) / block_max, np.float32(0))
@@ -134,7 +136,7 @@ class QuantizeBlocks(Op):
         high = (numbers + (1 << low_bits) // 2) >> low_bits
         code_bytes = [high, numbers - (high << low_bits)][: 2 if low_bits else 1]
         scales = (block_max / np.float32((MAX_CODE << low_bits) * rotation)).astype(np.float32)
-        return np.concatenate(code_bytes, axis=2).astype(np.int8), scales, sums_of(numbers, rotation)
+        return np.concatenate(code_bytes, axis=2).astype(np.int8), scales, compute_block_sums(numbers, rotation)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample((("m", 64),), {"block": 32})
@@ -145,12 +147,12 @@ class QuantizeBlocks(Op):
         yield Sample((("m", 32),), {"block": 32}, make={0: lambda shape, rng: np.zeros(shape, np.float32)})
 
 
-def sums_shape(blocks: tuple[IntLike, IntLike], rotation: int) -> tuple[IntLike, ...]:
+def block_sums_shape(blocks: tuple[IntLike, IntLike], rotation: int) -> tuple[IntLike, ...]:
     """Shape of the sums of `quantize_blocks`; blocks: (k / block, m)."""
     return blocks if rotation == 1 else (2, *blocks)
 
 
-def sums_of(numbers: Array, rotation: int) -> Array:
+def compute_block_sums(numbers: Array, rotation: int) -> Array:
     """Compute the sums of `quantize_blocks` for integers (..., block) in NumPy."""
     all_sums: Array = numbers.sum(axis=-1).astype(np.int32)
     if rotation == 1:
@@ -159,12 +161,12 @@ def sums_of(numbers: Array, rotation: int) -> Array:
     return np.stack([groups[..., 0, :].sum(axis=(-2, -1)).astype(np.int32), all_sums])
 
 
-def bytes_of_block(block: int, low_bits: int) -> int:
+def bytes_per_block(block: int, low_bits: int) -> int:
     """Number of code bytes of a quantized block."""
     return 2 * block if low_bits else block
 
 
-def integers_of(codes: Array, block: int, low_bits: int) -> Array:
+def decode_integers(codes: Array, block: int, low_bits: int) -> Array:
     """Decode the codes (..., bytes) of quantized blocks to integers, int64 (..., block)."""
     high = codes[..., :block].astype(np.int64)
     return high * (1 << low_bits) + codes[..., block:] if low_bits else high

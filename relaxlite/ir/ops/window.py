@@ -16,7 +16,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register
 from relaxlite.ir.ops.broadcast import PROVER, Shape
-from relaxlite.ir.ops.linalg import emit_op, emit_reshape, in_accumulator
+from relaxlite.ir.ops.linalg import emit_op, emit_reshape, to_accumulator_dtype
 from relaxlite.ir.ops.reduce import normalize_axis
 from relaxlite.ir.ops.scalars import index
 from relaxlite.ir.program import Buffer, Stmt, Value, compute
@@ -187,7 +187,7 @@ class Dft(Op):
 
     def reference(self, x: Any, length: tuple[int, ...], *, axis: int, inverse: bool, onesided: bool) -> Any:
         along, (points,) = axis % x.ndim, length
-        rows = np.moveaxis(in_accumulator(x), along, -2)[..., :points, :]
+        rows = np.moveaxis(to_accumulator_dtype(x), along, -2)[..., :points, :]
         rows = np.pad(rows, [(0, 0)] * (x.ndim - 2) + [(0, points - rows.shape[-2]), (0, 0)])
         result = _reference_dft(rows, points // 2 + 1 if onesided else points, inverse)
         return np.moveaxis(result, -2, along).astype(x.dtype)
@@ -233,8 +233,10 @@ class Stft(Op):
 
     def reference(self, x: Any, window: Any, *, step: int, onesided: bool) -> Any:
         length = len(window)
-        frames = np.lib.stride_tricks.sliding_window_view(in_accumulator(x), length, axis=1)[:, ::step]  # (b, f, p, n)
-        rows = np.swapaxes(frames * in_accumulator(window), -1, -2)
+        frames = np.lib.stride_tricks.sliding_window_view(to_accumulator_dtype(x), length, axis=1)[
+            :, ::step
+        ]  # (b, f, p, n)
+        rows = np.swapaxes(frames * to_accumulator_dtype(window), -1, -2)
         return _reference_dft(rows, length // 2 + 1 if onesided else length, False).astype(x.dtype)
 
     def samples(self) -> Iterable[Sample]:

@@ -31,7 +31,7 @@ from relaxlite.ir.expr import Array, Call, Constant, Expr, ShapeValue, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op, shape_value
 from relaxlite.ir.ops.linalg import emit_op
-from relaxlite.ir.ops.nn_conv import is_zero
+from relaxlite.ir.ops.nn_conv import is_zero_padding
 from relaxlite.ir.symbolic import as_int
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
@@ -350,7 +350,7 @@ def _is_worth_bytes(call: Call, weight: Array) -> bool:
     """Whether a convolution is eligible: explicit padding, one group, channels first, sums that fit int32, and at least
     `MIN_FILTERS` output channels."""
     pads = call.args[2]
-    if not isinstance(pads, ShapeValue) or not is_zero(pads.values):
+    if not isinstance(pads, ShapeValue) or not is_zero_padding(pads.values):
         return False
     if call.attrs["groups"] != 1 or call.attrs["layout"] != "first" or len(weight) < MIN_FILTERS:
         return False

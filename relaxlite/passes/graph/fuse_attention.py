@@ -27,7 +27,7 @@ from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.expr import AttrValue, Call, Constant, Expr, Function, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
-from relaxlite.ir.ops.nn_attention import has_blocks
+from relaxlite.ir.ops.nn_attention import fits_blocks
 from relaxlite.ir.symbolic import SymExpr, as_int, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, body_uses, map_functions
@@ -164,7 +164,7 @@ class _FuseAttention(Rewriter):
         shapes = [_shape(x) for x in (pattern.q, pattern.k, v)]
         if len({len(shape) for shape in shapes}) > 1:
             raise _NotAttention("q, k and v differ in rank")
-        if not has_blocks(shapes[0], shapes[2]):
+        if not fits_blocks(shapes[0], shapes[2]):
             raise _NotAttention(f"the widths {shapes[0][-1]} and {shapes[2][-1]} are not constant and small")
         try:
             attention = get_op("attention")(

@@ -23,7 +23,7 @@ from relaxlite.ir.expr import Attrs, Call, Expr, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.ops.block_codes import Coding
-from relaxlite.ir.ops.block_quantized import BITS, LONGEST_BLOCK
+from relaxlite.ir.ops.block_quantized import CODE_BITS, MAX_BLOCK_ROWS
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.symbolic import SymExpr, product
 from relaxlite.ir.types import TensorType
@@ -56,8 +56,8 @@ def integer_products(module: IRModule, context: PassContext) -> IRModule:
 def _rounding(target: Target, precision: str) -> tuple[int, int] | None:
     """(bits of activations below the upper eight, maximum bits of codes); None: products stay in floating point."""
     if precision in ("auto", "bf16") and (target.has_dp4a or target.has_maddubs):
-        return _DEFAULT, max(BITS) if target.has_dp4a else _PAIRED_BITS
-    return (LOW_BITS[precision], max(BITS)) if precision in LOW_BITS else None
+        return _DEFAULT, max(CODE_BITS) if target.has_dp4a else _PAIRED_BITS
+    return (LOW_BITS[precision], max(CODE_BITS)) if precision in LOW_BITS else None
 
 
 def _problem(coding: Coding, block: int, max_bits: int) -> str | None:
@@ -65,9 +65,9 @@ def _problem(coding: Coding, block: int, max_bits: int) -> str | None:
 
     `most_bits`: maximum bits of codes.
     """
-    if block > LONGEST_BLOCK:
-        return f"the sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK} do"
-    if (bits := coding.greatest.bit_length()) > max_bits:
+    if block > MAX_BLOCK_ROWS:
+        return f"the sums of blocks of {block} rows may not fit into 32 bits; at most {MAX_BLOCK_ROWS} do"
+    if (bits := coding.max_value.bit_length()) > max_bits:
         return f"this processor multiplies codes of {bits} bits faster as floats"
     return None
 
@@ -84,10 +84,10 @@ def relaxed_rotation(coding: Coding, block: int, target: Target, precision: str)
     1 (no rotation) if 8 bits would be too inaccurate or not faster, or the precision demands more bits.
     """
     wanted = _ROTATION if target.has_dp4a else _PAIRED_ROTATION
-    rotation = min(coding.longest_rotation(block), wanted)
+    rotation = min(coding.max_rotation(block), wanted)
     if rotation < _MIN_ROTATION or precision not in ("auto", "bf16", "int8"):
         return 1
-    has_pairs = target.has_maddubs and coding.rotated(rotation).greatest.bit_length() <= _PAIRED_BITS
+    has_pairs = target.has_maddubs and coding.with_rotation(rotation).max_value.bit_length() <= _PAIRED_BITS
     return rotation if target.has_dp4a or has_pairs else 1
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relaxlite.ir.intrinsics import DOT4_PACKED_U8S8, PACK_BYTES
-from relaxlite.ir.ops.block_codes import four_bytes
+from relaxlite.ir.ops.block_codes import replicate_byte
 from relaxlite.ir.ops.scalars import Scalar
 from relaxlite.ir.program import Binary, Cast, Intrinsic, Literal, Load, Value
 from relaxlite.ir.program_visitor import value_children, walk_values
@@ -27,7 +27,7 @@ MAX_DEPTH products are below: MAX_DEPTH * 255 * 128."""
 ORIGIN_BITS, MAX_ORIGIN_OFFSET = 0x4B400000, 1 << 22
 
 SIGN = 128  # added to a signed byte to make it unsigned, by xor
-SIGNS = four_bytes(SIGN)
+SIGNS = replicate_byte(SIGN)
 _ONES = 0x01010101
 _SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8, "int8": 8, "uint8": 8}  # significant bits of a number
 FLOAT_BITS = 24
@@ -191,7 +191,7 @@ def _fold_zeros(value: Value, sums: tuple[Sum, ...], shift: int) -> Products:
     min_code, max_code = (-max(zeros), (1 << bits) - 1 - min(zeros)) if is_signed else (0, (1 << bits) - 1)
     is_byte = min_code << shift >= -128 and max_code << shift <= (127 if is_signed else 255)
     if is_contiguous and is_byte and 2 * last.depth <= MAX_DEPTH:
-        shifted = [code.binary("shift_left", shift) & four_bytes(255 << shift & 255) for code in codes]
+        shifted = [code.binary("shift_left", shift) & replicate_byte(255 << shift & 255) for code in codes]
         codes, x = [*shifted, *codes], x[:1]
     return Products(value, x, tuple(code.value for code in codes), is_signed, start, shift)
 
@@ -243,7 +243,7 @@ def _has_offset(code: Value, offset: int) -> bool:
     """Whether `code` adds the offset to each byte of a dp4a group."""
     if not isinstance(code, Binary) or code.op != "add" or not isinstance(code.b, Literal):
         return False
-    return code.b.value == four_bytes(offset)
+    return code.b.value == replicate_byte(offset)
 
 
 def _match_subtraction(start: Value) -> tuple[int, Value] | None:

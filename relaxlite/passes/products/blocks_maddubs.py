@@ -22,7 +22,7 @@ from dataclasses import fields, replace
 from typing import ClassVar
 
 from relaxlite.ir.intrinsics import DOT4_PACKED_U8S8, MAX_MADDUBS_PRODUCT
-from relaxlite.ir.ops.block_codes import DP4A_BYTES, ONES
+from relaxlite.ir.ops.block_codes import BYTE_ONES, DP4A_BYTES
 from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import (
     Allocate,
@@ -149,7 +149,7 @@ class _ByteActivations:
         """Return the correction from sums of unsigned bytes to sums of signed bytes of x."""
         code_sum = zero = Scalar(literal(0, "int32"))
         for code, max_code in zip(codes, self._max_codes, strict=True):
-            code_sum = _dot(code_sum, literal(ONES, "int32"), 1, code, max_code)
+            code_sum = _dot(code_sum, literal(BYTE_ONES, "int32"), 1, code, max_code)
         return zero - code_sum * self._bias
 
     @property

@@ -239,7 +239,7 @@ def test_rows_are_read_in_any_order(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(weight.part(5, 77).rows(np.arange(71, -1, -1)).to_float32(), wanted[5:77][::-1])
     operands = Blocks.of(weight, "w").operands
     coding = weight.grouped(slice(0, 1)).coding
-    assert coding.problem() is None
+    assert coding.find_error() is None
     most = {8: 1.5, 4: 0.9, 3: 0.6, 2: 0.45}.get(coding.bits, 0)
     assert sum(operand.value.nbytes for operand in operands) <= most * HIDDEN * INTER
 

@@ -16,14 +16,14 @@ from relaxlite.ir.op import get_op
 from relaxlite.ir.ops.block_codes import (
     BIT_PLANES,
     Coding,
+    count_words,
     fills_words,
+    hadamard_transform,
     pack_codes,
-    rotated,
-    rows_of_run,
+    rows_per_run,
     unpack_codes,
-    words_of,
 )
-from relaxlite.ir.ops.block_quantized import LONGEST_BLOCK
+from relaxlite.ir.ops.block_quantized import MAX_BLOCK_ROWS
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.runtime.module import Executable
@@ -34,13 +34,13 @@ M, N, K = (SymVar(name) for name in "mnk")
 @pytest.mark.parametrize("bits", BIT_PLANES)
 @pytest.mark.parametrize("block", [8, 16, 24, 32, 64, 96])
 def test_codes_come_back_and_lie_as_documented(bits: int, block: int) -> None:
-    run = rows_of_run(block, bits)
+    run = rows_per_run(block, bits)
     rows = 3 * run
     assert run == math.lcm(block, {1: 32, 2: 16, 3: 32, 4: 8, 5: 32, 6: 16, 8: 4}[bits])
     assert fills_words(rows, block, bits) and fills_words(rows + block, block, bits) != (run > block)
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (rows, 7)).astype(np.uint8)
     words = pack_codes(codes, block, bits)
-    assert words.dtype == np.int32 and words.shape == (3 * words_of(run, bits), 7)
+    assert words.dtype == np.int32 and words.shape == (3 * count_words(run, bits), 7)
     np.testing.assert_array_equal(unpack_codes(words, block, bits), codes)
     for row in range(rows):
         quad, byte = divmod(row % run, 4)
@@ -202,7 +202,7 @@ def test_mixed_blocks_are_rounded_as_the_reference_does(block: int, rotation: in
     for got, expected in zip((codes, scales, sums), wanted, strict=True):
         np.testing.assert_array_equal(got, expected)
     quads = codes.astype(np.float64).reshape(128 // block, 7, -1, rotation, 4)
-    back = np.stack(rotated([quads[..., q, :] for q in range(rotation)]), axis=-2).reshape(-1, 7, block)
+    back = np.stack(hadamard_transform([quads[..., q, :] for q in range(rotation)]), axis=-2).reshape(-1, 7, block)
     found = (back * scales[..., None]).swapaxes(0, 1).reshape(7, 128)
     step = scales.swapaxes(0, 1).repeat(block, axis=1)
     assert (abs(found - x) <= 0.501 * rotation * step).all() and not found[4].any()
@@ -221,21 +221,21 @@ def test_mixed_blocks_are_rounded_as_the_reference_does(block: int, rotation: in
 def test_mixed_codes_stay_bytes(coding: Coding, most: int) -> None:
     """The least and the greatest sums of all patterns of signs, through words."""
     rng = np.random.default_rng(2)
-    assert coding.longest_rotation(256) == most and coding.longest_rotation(24) == math.gcd(6, most)
-    mixed = coding.rotated(most)
-    signs = np.array(rotated(list(np.eye(most, dtype=np.int64))))
-    extremes = [np.where(row * sign > 0, coding.greatest, 0) for row in signs for sign in (1, -1)]
-    drawn = [rng.integers(0, coding.greatest + 1, most) for _ in range(20)]
+    assert coding.max_rotation(256) == most and coding.max_rotation(24) == math.gcd(6, most)
+    mixed = coding.with_rotation(most)
+    signs = np.array(hadamard_transform(list(np.eye(most, dtype=np.int64))))
+    extremes = [np.where(row * sign > 0, coding.max_value, 0) for row in signs for sign in (1, -1)]
+    drawn = [rng.integers(0, coding.max_value + 1, most) for _ in range(20)]
     for codes in [*extremes, *drawn]:
         found = signs @ codes + np.r_[0, [mixed.offset] * (most - 1)] if most > 1 else codes
-        assert found.min() >= 0 and found.max() <= mixed.greatest <= 255
+        assert found.min() >= 0 and found.max() <= mixed.max_value <= 255
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("zero", [0, 255])
 def test_sums_of_the_longest_blocks_fit(zero: int, sign: int) -> None:
     """All numbers at their ends: 256 times 255 times 127 + 127/256."""
-    block = LONGEST_BLOCK
+    block = MAX_BLOCK_ROWS
     codes = np.full((block, 16), 255 - zero, np.uint8)
     numbers = np.full(2 * block, sign * 127, np.int8)
     x = np.broadcast_to(numbers, (1, 3, 2 * block)).copy()
@@ -249,7 +249,7 @@ def test_sums_of_the_longest_blocks_fit(zero: int, sign: int) -> None:
 
 
 def test_longer_blocks_are_refused() -> None:
-    block = LONGEST_BLOCK + 8
+    block = MAX_BLOCK_ROWS + 8
     types = (i8(1, M, block), f32(1, M), i32(1, M), i32(block // 8, N), f32(1, N))
     message = refused("matmul_blocks", types, {"bits": 4})
-    assert f"sums of blocks of {block} rows may not fit into 32 bits; at most {LONGEST_BLOCK}" in message
+    assert f"sums of blocks of {block} rows may not fit into 32 bits; at most {MAX_BLOCK_ROWS}" in message

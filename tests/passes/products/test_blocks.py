@@ -25,7 +25,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Call, Expr, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
-from relaxlite.ir.ops.block_codes import rotated
+from relaxlite.ir.ops.block_codes import hadamard_transform
 from relaxlite.ir.program import Allocate, Binary, Intrinsic, Literal, Load, Prefetch, TensorProgram, Value
 from relaxlite.ir.program_visitor import ProgramRewriter, all_values, walk_stmts
 from relaxlite.ir.types import TensorType
@@ -165,7 +165,11 @@ def mixed_case(name: str, columns: int, rotation: int = 8) -> tuple[BlockWeight,
     peaks = np.arange(0, 192, block) + rng.integers(0, block, 192 // block)
     numbers[:, peaks] = rng.choice([-127, 127], (300, len(peaks)))
     quads = numbers.reshape(300, 192 // (4 * rotation), rotation, 4)
-    x = np.stack(rotated([quads[:, :, q] for q in range(rotation)]), axis=2).reshape(300, 192).astype(np.float32)
+    x = (
+        np.stack(hadamard_transform([quads[:, :, q] for q in range(rotation)]), axis=2)
+        .reshape(300, 192)
+        .astype(np.float32)
+    )
     scales = rng.choice([0.5, 0.25], weight.scales.shape).astype(np.float16)
     return replace(weight, scales=scales, offsets=None if weight.offsets is None else -(scales * 2)), x
 

@@ -20,7 +20,7 @@ from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Expr, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.ops.grouped_products import spans_of
+from relaxlite.ir.ops.grouped_products import make_spans
 from relaxlite.ir.types import TensorType
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.llm.compiling import module_of
@@ -88,7 +88,7 @@ def test_each_row_is_multiplied_by_the_matrix_of_its_group(name: str, target: st
         exe = rl.compile(products(weights), here(target), precision=precision)
         for counts in COUNTS:
             given = x[: sum(counts)]
-            found = exe(given, spans_of(counts))
+            found = exe(given, make_spans(counts))
             np.testing.assert_array_equal(found, wanted_of(given, counts, weights), err_msg=f"{columns}, {counts}")
 
 
@@ -102,7 +102,7 @@ def test_groups_of_a_zen_4_share_a_pass_over_all_rows(monkeypatch: pytest.Monkey
         exe = rl.compile(products(weights), ZEN4, precision="int12")
         for counts in COUNTS:
             given = x[: sum(counts)]
-            np.testing.assert_array_equal(exe(given, spans_of(counts)), wanted_of(given, counts, weights))
+            np.testing.assert_array_equal(exe(given, make_spans(counts)), wanted_of(given, counts, weights))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -113,7 +113,7 @@ def test_groups_by_tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: 
         exe = rl.compile(products(weights, adds=True), target, precision="int12")
         for counts in COUNTS:
             given, more = x[: sum(counts)], np.full((sum(counts), 80), 0.5, np.float32)
-            found = exe(given, spans_of(counts), more)
+            found = exe(given, make_spans(counts), more)
             np.testing.assert_array_equal(found, wanted_of(given, counts, weights) + 0.5, err_msg=f"{counts}")
     assert tiles.counts.keys() & {"dot", "dot_unsigned"}
 
@@ -123,7 +123,7 @@ def test_without_rounding_products_are_those_of_floats() -> None:
     exe = rl.compile(products(weights), precision="float32")
     for counts in COUNTS:
         given = np.random.default_rng(0).standard_normal((sum(counts), 192)).astype(np.float32)
-        found = exe(given, spans_of(counts))
+        found = exe(given, make_spans(counts))
         np.testing.assert_allclose(found, wanted_of(given, counts, weights), rtol=1e-3, atol=1e-2)
 
 
@@ -145,7 +145,7 @@ def test_rows_come_sorted_by_group_and_go_back() -> None:
         found, sorted_rows, where = exe(given, rows, shares)
         np.testing.assert_allclose(found, rows * shares.sum(axis=1, keepdims=True), rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(sorted_rows, np.argsort(given.reshape(-1), kind="stable"))
-        np.testing.assert_array_equal(where, spans_of(np.bincount(given.reshape(-1), minlength=GROUPS)))
+        np.testing.assert_array_equal(where, make_spans(np.bincount(given.reshape(-1), minlength=GROUPS)))
 
 
 _GROUPS, _NUMBER = "the number of groups is out of range in the spans", "a number is out of range in the spans"
@@ -163,7 +163,7 @@ _FIRST, _COUNT = "a first row is out of range in the spans", "a count of rows is
 def test_spans_that_are_none_are_refused(change: tuple[int, int, int], message: str) -> None:
     weights, x = members("4 bits", 33, 4)
     exe = rl.compile(products(weights))
-    spans = spans_of((2, 0, 4, 0, 0))
+    spans = make_spans((2, 0, 4, 0, 0))
     spans[change[:2]] = change[2]
     with pytest.raises(RelaxliteError, match=message):
         exe(x[:6], spans)
