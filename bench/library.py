@@ -30,7 +30,7 @@ from relaxlite.ir.expr import Constant, Expr, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import get_op
 from relaxlite.ir.types import TensorType
-from relaxlite.library.openblas import COSTS, KINDS, rules_of
+from relaxlite.library.openblas import COSTS, KINDS, rules_of_kind
 from relaxlite.machine import cpu_name
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.fuse.library_rules import LibraryRule
@@ -77,7 +77,7 @@ def measure(kind: str, seconds: float) -> Iterator[Row]:
     """Every size of the kind's grid; `seconds` for each."""
     rng = np.random.default_rng(0)
     if kind == CONSTANT:
-        rules = tuple(replace(rule, check=None) for name in ("gemv_t", "gemm_nn") for rule in rules_of(name))
+        rules = tuple(replace(rule, check=None) for name in ("gemv_t", "gemm_nn") for rule in rules_of_kind(name))
         for k, n in WEIGHTS:
             weight = rng.standard_normal((k, n), np.float32)
             recorders = both(module_of(kind, weight), rules)
@@ -86,7 +86,7 @@ def measure(kind: str, seconds: float) -> Iterator[Row]:
                     recorders, {"m": m, "k": k, "n": n}, {"a": rng.standard_normal((m, k), np.float32)}, seconds
                 )
         return
-    recorders, grid = both(module_of(kind), tuple(rules_of(kind))), GRIDS[kind]
+    recorders, grid = both(module_of(kind), tuple(rules_of_kind(kind))), GRIDS[kind]
     for sizes in product(*grid.values()):
         at = dict(zip(grid, sizes, strict=True))
         m, k, n = at["m"], at["k"], at["n"]

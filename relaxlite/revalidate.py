@@ -17,13 +17,13 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import Pass
 from relaxlite.passes.pipeline import PASSES
 from relaxlite.target import Target
-from relaxlite.validation.record import open_record
+from relaxlite.validation.record import read_record
 from relaxlite.validation.validator import ENTRY, Validator
 
 
 def rerun(path: str) -> str | None:
     """Rerun the recorded check; returns the mismatch as text, or None."""
-    what, before, after, args = open_record(path)
+    what, before, after, args = read_record(path)
     what, _, entry = what.partition(" in ")
     validator = Validator(before, inputs=[args], folder=str(Path(path).parent), entry=entry or ENTRY)
     try:

@@ -62,7 +62,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(slots=True)
-class Task:
+class TuningTask:
     """Program to tune. `sizes` counts the calls per assignment of its symbols in all samples."""
 
     name: str
@@ -149,12 +149,12 @@ def _interpolate(symbol: SymVar, fraction: float) -> int:
 
 def find_tasks(
     module: IRModule, samples: Sequence[Mapping[str, Any]], target: Target, precision: str = DEFAULT_PRECISION
-) -> list[Task]:
+) -> list[TuningTask]:
     """Programs with a relevant share of the samples' time, longest first."""
     unscheduled = run_passes(module, _passes_before_schedule(), PassContext(target, precision))
     programs, constants = unscheduled.programs(), _constant_inputs(unscheduled)
     recorder = Recorder(build(module, target, precision=precision, tuning=Tuning()))
-    tasks: dict[str, Task] = {}
+    tasks: dict[str, TuningTask] = {}
     total = 0.0
     for sample in samples:
         replay = recorder.record(sample)
@@ -166,7 +166,7 @@ def find_tasks(
                 continue
             key = program_key(program)
             constant_inputs = constants.get(call.kernel, frozenset())
-            task = tasks.setdefault(key, Task(call.kernel, program, constant_inputs))
+            task = tasks.setdefault(key, TuningTask(call.kernel, program, constant_inputs))
             task.constants &= constant_inputs
             task.sizes[call.symbols] += 1
             task.seconds += seconds
@@ -210,7 +210,7 @@ def _is_known(buffer: Buffer) -> bool:
 # Measuring one program
 
 
-def search(task: Task, target: Target) -> TunedProgram | None:
+def search(task: TuningTask, target: Target) -> TunedProgram | None:
     """Find the best choice for a program, one axis after another; None if nothing beats the default."""
     bench = _Bench(task, target)
     default = bench.contender(DEFAULT)
@@ -263,9 +263,9 @@ class _Contender:
 class _Bench:
     """Compilation and comparison of contenders for one program."""
 
-    def __init__(self, task: Task, target: Target) -> None:
+    def __init__(self, task: TuningTask, target: Target) -> None:
         self._task, self._target = task, target
-        self._module, self._passes = lone_module(task), _split_pipeline()[1]
+        self._module, self._passes = single_program_module(task), _split_pipeline()[1]
         self._inputs = [_random_inputs(task, size) for size in task.sizes]
         self._expected: list[list[np.ndarray]] | None = None  # results of the default schedule
         self._seen: set[str] = set()  # hashes of schedules
@@ -311,13 +311,13 @@ class _Bench:
         return min(remaining, key=lambda c: c.slowness(remaining[0]))
 
 
-def _context_with_choice(task: Task, target: Target, choice: ScheduleChoice) -> PassContext:
+def _context_with_choice(task: TuningTask, target: Target, choice: ScheduleChoice) -> PassContext:
     tuning = Tuning()
     tuning.add(task.program, target, TunedProgram(task.name, choice, (), (), (), 1))
     return PassContext(target, tuning=tuning)
 
 
-def lone_module(task: Task) -> IRModule:
+def single_program_module(task: TuningTask) -> IRModule:
     """A model that only calls the program.
 
     Each symbol is the length of an input of its own, so that it may have any value.
@@ -347,7 +347,7 @@ def _input_name(k: int) -> str:
     return f"input_{k}"
 
 
-def _random_inputs(task: Task, size: tuple[int, ...]) -> dict[str, np.ndarray]:
+def _random_inputs(task: TuningTask, size: tuple[int, ...]) -> dict[str, np.ndarray]:
     values = dict(zip(task.program.symbols, size, strict=True))
     lengths = {_size_name(k): np.zeros(length, np.bool_) for k, length in enumerate(size)}
     inputs = enumerate(task.program.inputs)

@@ -94,4 +94,4 @@ def describe(name: str, path: Path) -> Model:
 
 def _share(config: DecoderConfig, name: str) -> float:
     """How much of a weight each token reads, on average."""
-    return config.experts.chosen / config.experts.count if config.experts is not None and ".experts." in name else 1.0
+    return config.experts.top_k / config.experts.count if config.experts is not None and ".experts." in name else 1.0

@@ -36,4 +36,4 @@ def compile_checkpoint(args: argparse.Namespace) -> ExecutableData:
 def import_checkpoint(args: argparse.Namespace) -> IRModule:
     """Import the checkpoint `args.model` as a module without tokenizer, for `relaxlite inspect`, `run` and similar."""
     check_not_onnx(args)
-    return compiling.module_of(read_checkpoint(args.model))
+    return compiling.build_step_module(read_checkpoint(args.model))

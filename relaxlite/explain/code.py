@@ -50,7 +50,7 @@ def _finished(kernel: Kernel, text: str, assembly: Future[str]) -> Code:
     return Code(print_program(kernel.name, kernel.program), text, assembly.result())
 
 
-def packed(text: str) -> dict[str, str]:
+def pack_text(text: str) -> dict[str, str]:
     """Pack a text for the page: {"text": ...}, or {"zlib": base64 of the deflated UTF-8 bytes} for a long text."""
     if len(text) <= MAX_UNCOMPRESSED:
         return {"text": text}

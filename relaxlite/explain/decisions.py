@@ -21,7 +21,7 @@ class DecisionGroup:
     decisions: list[Decision]
 
 
-def grouped(decisions: Iterable[Decision]) -> list[DecisionGroup]:
+def group_decisions(decisions: Iterable[Decision]) -> list[DecisionGroup]:
     """Group decisions by pass and reason, in the order of the passes.
 
     Within a pass, negative decisions come first, then frequent ones.
@@ -48,7 +48,7 @@ def pattern_of(decision: Decision) -> str:
     return " ".join("..." if "/" in word or "_#" in word else word for word in words)
 
 
-def about(decisions: Iterable[Decision], kernel_of: Mapping[str, int]) -> dict[int, list[Decision]]:
+def decisions_by_kernel(decisions: Iterable[Decision], kernel_of: Mapping[str, int]) -> dict[int, list[Decision]]:
     """Decisions whose subject names a value of a kernel, by the number of the kernel."""
     result: dict[int, list[Decision]] = {}
     for decision in decisions:

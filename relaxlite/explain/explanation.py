@@ -107,7 +107,7 @@ def explain(
     assert isinstance(lowered, Function)
     kernels = find_kernels(calls, final, context.costs, fused)
     for expr in _amounts(kernels, context):
-        symbols.of_all(expr)
+        symbols.add_all(expr)
     return Explanation(
         name=name,
         data=data,

@@ -13,7 +13,7 @@ from relaxlite.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class FusedMember:
     """Fused call: the name of its result, its callee, and the names of its operands."""
 
     name: str
@@ -30,7 +30,7 @@ class FusedCall:
 
     name: str
     composite: str
-    members: tuple[Member, ...]
+    members: tuple[FusedMember, ...]
 
 
 def fused_calls(modules: Iterable[IRModule]) -> dict[str, FusedCall]:
@@ -55,7 +55,7 @@ def _calls(module: IRModule, composites: dict[str, Function]) -> Iterator[FusedC
                     yield FusedCall(binding.var.name, callee, tuple(_members(composites[callee], value)))
 
 
-def _members(composite: Function, call: Call) -> Iterator[Member]:
+def _members(composite: Function, call: Call) -> Iterator[FusedMember]:
     outer: dict[Var, Expr] = dict(zip(composite.params, call.args, strict=False))
     aliases: dict[Var, Var] = {}
     for binding in composite.body.bindings():
@@ -68,7 +68,7 @@ def _members(composite: Function, call: Call) -> Iterator[Member]:
         reads = tuple(dict.fromkeys(a.name for a in args if isinstance(a, Var)))
         constants = sum(isinstance(a, Constant) for a in args)
         what = stem(value.callee.name) if isinstance(value.callee, GlobalVar) else value.callee.name
-        yield Member(binding.var.name, what, binding.var.ty, value.loc, reads, constants)
+        yield FusedMember(binding.var.name, what, binding.var.ty, value.loc, reads, constants)
 
 
 def _source(value: Expr) -> Expr:

@@ -39,7 +39,7 @@ VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "flatten", "memory.view"
 
 
 @dataclass(slots=True)
-class Node:
+class GraphNode:
     """Node of the graph.
 
     `what` names the op, kernel or kind of value; `kind` is input, output, op, view, kernel, library or control.
@@ -68,7 +68,7 @@ class Node:
 class Graph:
     """Nodes in order; operands refer to nodes by number."""
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[GraphNode] = field(default_factory=list)
 
     def to_json(self) -> list[dict[str, Any]]:
         """The nodes as JSON data."""
@@ -98,7 +98,9 @@ class _Drawing:
         input_names = function.attrs.get(INPUT_NAMES)
         names = input_names if isinstance(input_names, tuple) else tuple(p.name for p in function.params)
         for param, name in zip(function.params, names, strict=True):
-            self._sources_of[param] = (self._add(Node(str(name), "input", "input", self._type(param.ty), None, ())),)
+            self._sources_of[param] = (
+                self._add(GraphNode(str(name), "input", "input", self._type(param.ty), None, ())),
+            )
             self._by_name[param.name] = self._sources_of[param][0]
         result_expr = self._body(function.body, None)
         self._results(function, result_expr)
@@ -110,7 +112,7 @@ class _Drawing:
         names = output_names if isinstance(output_names, tuple) else tuple(f"output_{k}" for k in range(len(fields)))
         for k, leaf in enumerate(fields):
             name = str(names[k]) if k < len(names) else f"output_{k}"
-            self._add(Node(name, "output", "output", self._type(leaf.ty), None, self._sources((leaf,))))
+            self._add(GraphNode(name, "output", "output", self._type(leaf.ty), None, self._sources((leaf,))))
 
     def _body(self, body: Body, inside: int | None) -> Expr:
         for binding in body.bindings():
@@ -120,7 +122,7 @@ class _Drawing:
     def _binding(self, var: Var, binding: Let | MatchShape, inside: int | None) -> None:
         if isinstance(binding, MatchShape):
             reads = self._sources((binding.source,))
-            node = Node(var.name, "match_shape", "view", self._type(var.ty), binding.loc, reads, inside=inside)
+            node = GraphNode(var.name, "match_shape", "view", self._type(var.ty), binding.loc, reads, inside=inside)
             self._define(var, self._add(node))
             return
         value = binding.value
@@ -135,7 +137,7 @@ class _Drawing:
         kind = self._kind(call)
         reads, constants = self._sources(call.args), sum(isinstance(a, Constant) for a in call.args)
         ty, loc = self._type(call.ty), call.loc or var.loc
-        at = self._add(Node(var.name, call.callee.name, kind, ty, loc, reads, constants, inside))
+        at = self._add(GraphNode(var.name, call.callee.name, kind, ty, loc, reads, constants, inside))
         if kind == "kernel" and var.name in self._fused:
             self._members(at, self._fused[var.name])
         self._define(var, at)
@@ -146,7 +148,7 @@ class _Drawing:
         for member in fused.members:
             reads = dict.fromkeys(member_nodes.get(name, self._by_name.get(name, -1)) for name in member.reads)
             operands = tuple(r for r in reads if r >= 0)
-            node = Node(
+            node = GraphNode(
                 member.name, member.what, "op", self._type(member.ty), member.loc, operands, member.constants, at
             )
             member_nodes[member.name] = self._add(node)
@@ -155,7 +157,9 @@ class _Drawing:
         is_if = isinstance(value, If)
         inputs: Sequence[Expr] = (value.cond,) if isinstance(value, If) else (*value.inits, value.cond)
         ty = self._type(value.ty)
-        node = Node(var.name, "if" if is_if else "loop", "control", ty, value.loc, self._sources(inputs), 0, inside)
+        node = GraphNode(
+            var.name, "if" if is_if else "loop", "control", ty, value.loc, self._sources(inputs), 0, inside
+        )
         at = self._add(node)
         if isinstance(value, Loop):
             for param, init in zip(value.params, value.inits, strict=True):
@@ -177,7 +181,7 @@ class _Drawing:
         self._sources_of[var] = (at,)
         self._by_name[var.name] = at
 
-    def _add(self, node: Node) -> int:
+    def _add(self, node: GraphNode) -> int:
         self._graph.nodes.append(node)
         return len(self._graph.nodes) - 1
 

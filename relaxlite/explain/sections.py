@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from relaxlite.explain.code import Code, codes_of, packed, packed_size
-from relaxlite.explain.decisions import about, grouped
+from relaxlite.explain.code import Code, codes_of, pack_text, packed_size
+from relaxlite.explain.decisions import decisions_by_kernel, group_decisions
 from relaxlite.explain.explanation import Explanation
 from relaxlite.explain.graph import Graph
 from relaxlite.explain.kernels import FLOPS_PER_BYTE, Kernel, modelled_work
@@ -49,7 +49,7 @@ class Sections:
         self.texts: list[dict[str, str]] = []
         self.plain_budget = MAX_PLAIN
         self.kernels = self._ranked()
-        self.decisions = grouped(explanation.decisions)
+        self.decisions = group_decisions(explanation.decisions)
         self.group_of = {id(d): number for number, group in enumerate(self.decisions) for d in group.decisions}
         self.kernel_of = {name: k for k, kernel in enumerate(self.kernels) for name in kernel.calls}
         for name, fused in explanation.fused.items():
@@ -140,7 +140,7 @@ class Sections:
 
     def expression(self, expr: SymExpr) -> str:
         """The expression as text; a long one collapsed."""
-        self.explanation.symbols.of_all(expr)
+        self.explanation.symbols.add_all(expr)
         return folded(self.explanation.symbols.text(expr))
 
     def long_text(self, text: str, kind: str, *, is_extra: bool = False) -> str:
@@ -148,7 +148,7 @@ class Sections:
         if not is_extra and len(text) <= self.plain_budget:
             self.plain_budget -= len(text)
             return f'<pre class="{kind}" tabindex="0">{escape(text)}</pre>'
-        item = packed(text)
+        item = pack_text(text)
         if "text" in item:
             return f'<pre class="{kind}" tabindex="0">{escape(text)}</pre>'
         self.texts.append(item)
@@ -248,7 +248,7 @@ class Sections:
         return f'<a href="#decision-{groups[0][0]}">{count}</a>'
 
     def _kernels(self) -> str:
-        decisions_of = about(self.explanation.decisions, self.kernel_of)
+        decisions_of = decisions_by_kernel(self.explanation.decisions, self.kernel_of)
         heads = ("kernel", "made of", "calls", "FLOPs", "bytes read", "bytes written", "FLOP/byte", "cost")
         hint = (
             f"Of all calls of a run together, at the symbols' values. Cost: the greater of the bytes and of FLOPs / "
@@ -261,7 +261,7 @@ class Sections:
         for k, kernel in enumerate(self.kernels):
             code = next(codes, None) if code_budget > 0 else None
             if code is not None:
-                code_budget -= sum(packed_size(packed(t)) for t in (code.llvm, code.assembly))
+                code_budget -= sum(packed_size(pack_text(t)) for t in (code.llvm, code.assembly))
             num_omitted += self.with_code and code is None
             parts.append(self._kernel(k, kernel, code, decisions_of.get(k, [])))
         if num_omitted:
@@ -321,7 +321,7 @@ class Sections:
             body.append(f"<p>Computes {shown}{more}. {buttons}</p>")
         body.append(self._members(kernel))
         if notes:
-            body.append("<h3>Decisions</h3>" + group_items(grouped(notes), self.amount, self._anchor))
+            body.append("<h3>Decisions</h3>" + group_items(group_decisions(notes), self.amount, self._anchor))
         steps = "\n".join(kernel.steps) or "as it was written"
         body.append(f'<h3>Schedule</h3><pre tabindex="0">{escape(steps)}</pre>')
         loops = code.loops if code else print_program(kernel.name, kernel.program)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from relaxlite.explain.decisions import grouped
+from relaxlite.explain.decisions import group_decisions
 from relaxlite.explain.explanation import Explanation
 from relaxlite.explain.kernels import modelled_work
 from relaxlite.explain.markup import bytes_text, count_text, words
@@ -87,7 +87,7 @@ def summary(explanation: Explanation, values: Mapping[str, int] | None = None) -
         "decisions": notes,
         "reasons": [
             {"step": g.step, "taken": g.taken, "reason": g.reason, "times": len(g.decisions)}
-            for g in grouped(explanation.decisions)
+            for g in group_decisions(explanation.decisions)
         ],
         "memory": memory,
         "library": explanation.library,
@@ -135,7 +135,11 @@ def compiled_summary(name: str, data: ExecutableData) -> Data:
 def _samples(symbols: Symbols) -> list[tuple[dict[str, int], dict[SymVar, int]]]:
     """Values of all symbols: small, default and large, within bounds."""
     result = []
-    for sizes in ({s.name: s.near(SMALL) for s in symbols}, {}, {s.name: s.near(LARGE) for s in symbols}):
+    for sizes in (
+        {s.name: s.nearest_legal_value(SMALL) for s in symbols},
+        {},
+        {s.name: s.nearest_legal_value(LARGE) for s in symbols},
+    ):
         values = symbols.values(sizes)
         result.append(({symbols.name(var): value for var, value in values.items()}, values))
     return result if values else []

@@ -26,11 +26,11 @@ class Symbol:
     is_input: bool = False  # bound by the shapes of the arguments
 
     @property
-    def usual(self) -> int:
+    def default_value(self) -> int:
         """The initial value, within the bounds."""
-        return self.near(DEFAULT_SIZE)
+        return self.nearest_legal_value(DEFAULT_SIZE)
 
-    def near(self, value: int) -> int:
+    def nearest_legal_value(self, value: int) -> int:
         """The smallest legal value from `value` on, or the largest below."""
         lower, upper, divisor = self.var.lower or 0, self.var.upper, self.var.divisor
         value = -(-max(value, lower) // divisor) * divisor
@@ -58,7 +58,7 @@ class Symbols:
             self._by_var[var] = Symbol(name, var)
         return self._by_var[var]
 
-    def of_all(self, expr: SymExpr) -> None:
+    def add_all(self, expr: SymExpr) -> None:
         """Create entries of all symbols in an expression."""
         for var in expr.free_vars():
             self.of(var)
@@ -73,7 +73,7 @@ class Symbols:
 
     def values(self, values_by_name: Mapping[str, int]) -> dict[SymVar, int]:
         """Values of all symbols: given ones by name, else initial ones."""
-        return {s.var: values_by_name.get(s.name, s.usual) for s in self._by_var.values()}
+        return {s.var: values_by_name.get(s.name, s.default_value) for s in self._by_var.values()}
 
     def tree(self, expr: SymExpr) -> Any:
         """An expression as JSON: a number, a name, or [operator, operand, ...] of + * // % min max."""
@@ -104,7 +104,7 @@ class Figures:
 
     def number(self, expr: SymExpr) -> int:
         """Number of an expression; added on first use."""
-        self._symbols.of_all(expr)
+        self._symbols.add_all(expr)
         return self._numbers.setdefault(expr, len(self._numbers))
 
     def to_json(self) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from relaxlite import config
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir.pattern import Match, Pattern
 from relaxlite.library.openblas import openblas_rules
-from relaxlite.passes.fuse.library_rules import Dims, LibraryRule, Range
+from relaxlite.passes.fuse.library_rules import LibraryRule, OperandDims, SizeRange
 from relaxlite.runtime import libraries
 from relaxlite.runtime.libraries import OPENBLAS, PYTHON
 from relaxlite.target import Target
@@ -48,7 +48,7 @@ class Registration:
 def register_library(
     name: str,
     pattern: Pattern,
-    operands: Mapping[str, Dims | None],
+    operands: Mapping[str, OperandDims | None],
     *,
     function: Callable[..., None] | None = None,
     library: str = "",
@@ -56,7 +56,7 @@ def register_library(
     arguments: Sequence[str] = (),
     returns: Literal["nothing", "status"] = "nothing",
     loops: Mapping[str, str] | None = None,
-    when: Mapping[str, Range] | None = None,
+    when: Mapping[str, SizeRange] | None = None,
     check: Callable[[Match], str | None] | None = None,
     work: str = "0",
     fallback: bool = True,

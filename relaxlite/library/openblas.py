@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relaxlite.ir.pattern import is_op, wildcard
-from relaxlite.passes.fuse.library_rules import LibraryRule, Range
+from relaxlite.passes.fuse.library_rules import LibraryRule, SizeRange
 from relaxlite.records import dataclass
 from relaxlite.runtime.libraries import OPENBLAS
 
@@ -65,7 +65,7 @@ _BATCHES = (_Batch(), _Batch(("p",)), _Batch(("p", "q")), _Batch(("p",), both=Fa
 
 
 @cache
-def measured() -> Mapping[str, Any]:
+def load_costs() -> Mapping[str, Any]:
     """Contents of openblas_costs.json."""
     result: dict[str, Any] = json.loads(COSTS.read_text("utf-8"))
     return result
@@ -74,7 +74,7 @@ def measured() -> Mapping[str, Any]:
 @cache
 def openblas_rules() -> tuple[LibraryRule, ...]:
     """Rules of all kinds with a range in which the library is faster."""
-    ranges = measured()["ranges"]
+    ranges = load_costs()["ranges"]
     return tuple(
         replace(
             rule,
@@ -85,16 +85,16 @@ def openblas_rules() -> tuple[LibraryRule, ...]:
         )
         for kind in KINDS
         if kind in ranges
-        for rule in rules_of(kind)
+        for rule in rules_of_kind(kind)
     )
 
 
-def _measured_range(rule: LibraryRule, when: Mapping[str, tuple[int | None, int | None]]) -> dict[str, Range]:
+def _measured_range(rule: LibraryRule, when: Mapping[str, tuple[int | None, int | None]]) -> dict[str, SizeRange]:
     """Range of a kind, in terms of the rule's own expressions of rows, depth and columns, in this order."""
     return {text: (low, high) for text, (low, high) in zip(rule.when, (when["m"], when["k"], when["n"]), strict=True)}
 
 
-def rules_of(kind: str) -> Iterator[LibraryRule]:
+def rules_of_kind(kind: str) -> Iterator[LibraryRule]:
     """Rules of one kind of product for all ranks, without a range."""
     for batch in _BATCHES:
         yield _rule(kind, batch)
@@ -153,8 +153,8 @@ _ARGUMENTS = {
 }
 _BLOCKS = {kind: f"({'n' if kind in ('gemv_t', 'gemv_n') else '$m'} + {BLOCK - 1}) // {BLOCK}" for kind in KINDS}
 # Required sizes: the routines do not support empty matrices.
-_SIZES: dict[str, Range] = {"$m": (1, None), "k": (1, None), "n": (1, None)}
-_MIN: dict[str, dict[str, Range]] = {
+_SIZES: dict[str, SizeRange] = {"$m": (1, None), "k": (1, None), "n": (1, None)}
+_MIN: dict[str, dict[str, SizeRange]] = {
     "gemv_t": {**_SIZES, "$m": (1, 1)},
     "gemv_n": {**_SIZES, "$m": (1, 1)},
     "gemv_a": {**_SIZES, "n": (1, 1)},

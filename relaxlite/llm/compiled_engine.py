@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from relaxlite.errors import ArtifactError, InvalidArgumentError
-from relaxlite.llm.engine import EXACT, Array, Batch, check_batch
+from relaxlite.llm.engine import EXACT_TOKENS, Array, Batch, check_batch
+from relaxlite.llm.fork_safe_lock import ForkSafeLock
 from relaxlite.llm.sequences import CachedSequences, ReplayedSequences
-from relaxlite.llm.turns import Turn
 from relaxlite.runtime.executable import TensorSpec
 from relaxlite.runtime.kv_cache import CacheLayout, KVCache, PoolLayout
 from relaxlite.runtime.module import Executable
@@ -30,7 +30,7 @@ class CompiledEngine:
     """Runs an executable of `build_step`. Prompts longer than a step are prefilled in chunks.
 
     If the executable has a function that only fills the cache, in relaxed precision, prefill uses it for
-    all tokens but those whose logits are wanted and the EXACT - 1 before these, which matter most. The
+    all tokens but those whose logits are wanted and the EXACT_TOKENS - 1 before these, which matter most. The
     choice depends on the sequence alone, not on the batch or on chunks. Concurrent calls are serialized.
 
     `max_bytes` bounds the cache, which grows on demand; `chunk`: the maximum number of tokens of a step
@@ -50,15 +50,15 @@ class CompiledEngine:
             )
         self._run = executable
         self._fill = executable.entry(FILL) if FILL in executable.data.entries else None
-        self.fills_coarsely = self._fill is not None
-        self.cache = KVCache(layout_of(executable.inputs, int(facts["attention_block"])), max_bytes=max_bytes)
+        self.has_relaxed_fill = self._fill is not None
+        self.cache = KVCache(cache_layout(executable.inputs, int(facts["attention_block"])), max_bytes=max_bytes)
         self.context = int(facts["context"])
         self.vocab = int(executable.outputs[0].shape[-1])
         self._chunk = int(facts.get("chunk", CHUNK)) if chunk is None else chunk
         if not 1 <= self._chunk <= int(facts["step_tokens"]):
             raise InvalidArgumentError(f"a step takes 1 to {facts['step_tokens']} tokens, not chunks of {chunk}")
         self._sequences = (ReplayedSequences if self.cache.layout.state_bytes else CachedSequences)(self.cache)
-        self._turn = Turn()
+        self._turn = ForkSafeLock()
 
     def new(self) -> int:
         with self._turn.lock:
@@ -79,7 +79,7 @@ class CompiledEngine:
     def length(self, sequence: int) -> int:
         return self._sequences.length(sequence)
 
-    def held(self, sequence: int) -> int:
+    def cached_length(self, sequence: int) -> int:
         return self.cache.length(sequence)
 
     def forward(
@@ -121,14 +121,14 @@ class CompiledEngine:
         except BaseException:
             with self._turn.lock:
                 for sequence, tokens in before:
-                    sequences.cut_back(sequence, tokens)
+                    sequences.truncate(sequence, tokens)
             raise
 
     def _leading_tokens(self, shown: int) -> int:
         """Return how many tokens form the first of two steps, where those from index `shown` on have logits."""
         if self._fill is not None:
             return self._relaxed_tokens(shown)
-        return shown + 1 - EXACT if shown + 1 - EXACT >= MIN_PROMPT_TOKENS else 0
+        return shown + 1 - EXACT_TOKENS if shown + 1 - EXACT_TOKENS >= MIN_PROMPT_TOKENS else 0
 
     def _next(self, sequence: int, tokens: Sequence[int]) -> Array | None:
         """Run `forward` for one token of one sequence in few Python operations; None if the general path is needed.
@@ -139,7 +139,7 @@ class CompiledEngine:
         if len(tokens) != 1 or type(tokens[0]) is not int or not 0 <= tokens[0] < self.vocab:
             return None
         with self._turn.lock:
-            if self._sequences.owed(sequence):
+            if self._sequences.uncached(sequence):
                 return None
             step = self.cache.decode_step(sequence, tokens[0])
             if step is None or self.cache.length(sequence) >= self.context:
@@ -157,7 +157,7 @@ class CompiledEngine:
 
     def _with_uncached(self, batch: Batch) -> Batch:
         """Prepend the tokens of each sequence that the cache lacks to its new ones."""
-        return [(s, [*old, *tokens] if (old := self._sequences.owed(s)) else tokens) for s, tokens in batch]
+        return [(s, [*old, *tokens] if (old := self._sequences.uncached(s)) else tokens) for s, tokens in batch]
 
     def _append(self, batch: Batch, compute: Callable[[], _Result]) -> _Result:
         """Reserve slots, compute, then extend the sequences; they stay unchanged if `compute` fails."""
@@ -210,7 +210,7 @@ class CompiledEngine:
 
     def _relaxed_tokens(self, shown: int) -> int:
         """Return how many tokens FILL may take of a sequence whose tokens from index `shown` on have logits."""
-        count = shown + 1 - EXACT
+        count = shown + 1 - EXACT_TOKENS
         return count if self._fill is not None and count >= MIN_FILL else 0
 
     def _step(self, tokens: Array, wanted: Array, parts: list[_Part]) -> Array:
@@ -242,7 +242,7 @@ def _steps(ranges: Iterable[_Part], max_tokens: int) -> Iterator[list[_Part]]:
         yield parts
 
 
-def layout_of(inputs: Iterable[TensorSpec], block: int) -> CacheLayout:
+def cache_layout(inputs: Iterable[TensorSpec], block: int) -> CacheLayout:
     """Derive the layout of the cache from the signature of a step. `block`: rows of an attention block."""
     specs = [spec for spec in inputs if len(spec.shape) == 4]
     keys = next(spec for spec in specs if spec.name.startswith("keys_"))

@@ -103,10 +103,10 @@ def build_checkpoint(
     validate: bool = False,
 ) -> ExecutableData:
     """Compile like `build`, from a checkpoint in memory."""
-    attachments = attachments_of(checkpoint, max_context)  # fails, if at all, before anything takes long
+    attachments = make_attachments(checkpoint, max_context)  # fails, if at all, before anything takes long
     if quantize is not None:
         checkpoint = quantize_checkpoint(checkpoint, quantize, progress=progress)
-        attachments = attachments_of(checkpoint, max_context)  # with the quantization in the provenance
+        attachments = make_attachments(checkpoint, max_context)  # with the quantization in the provenance
     machine = Target.parse(target) if isinstance(target, str) else target
     resolved_precision = precision or (PassContext(machine) if context is None else context).precision
     if cache_dtype is None:
@@ -117,7 +117,7 @@ def build_checkpoint(
     multiplied = {name: weight for name, weight in checkpoint.weights.items() if name != "layer_embed"}
     relaxed = [weight for weight in multiplied.values() if _allows_relaxed(weight, machine, resolved_precision)]
     grouped = _matrices_named(checkpoint, ".experts.") or _matrices_named(checkpoint, ".latent_")
-    module = module_of(
+    module = build_step_module(
         checkpoint,
         max_context=max_context,
         cache_dtype=cache_dtype,
@@ -131,7 +131,7 @@ def build_checkpoint(
     return replace(data, attachments=attachments, metadata=replace(data.metadata, provenance=provenance))
 
 
-def module_of(
+def build_step_module(
     checkpoint: Checkpoint, *, max_context: int | None = None, cache_dtype: str = "float32", has_fill: bool = False,
     groups_rows: bool = False,
 ) -> IRModule:  # fmt: skip
@@ -149,7 +149,7 @@ def _matrices_named(checkpoint: Checkpoint, kind: str) -> list[Weight]:
 def _shares_last_kv(checkpoint: Checkpoint) -> bool:
     """Return whether the last layers cache nothing, so that a fill function computes less."""
     last = checkpoint.config.layers - 1
-    return checkpoint.config.keys_from(last) != last
+    return checkpoint.config.kv_layer_of(last) != last
 
 
 def _elements(weights: Iterable[Weight]) -> int:
@@ -181,7 +181,7 @@ def _context(checkpoint: Checkpoint, max_context: int | None) -> int:
     is_number = isinstance(max_context, Integral) and not isinstance(max_context, bool)
     if max_context is not None and not (is_number and 1 <= max_context <= model_context):
         raise InvalidArgumentError(f"max_context must be from 1 to the model's own {model_context}, got {max_context}")
-    return int(max_context or checkpoint.config.usual_context or model_context)
+    return int(max_context or checkpoint.config.default_context or model_context)
 
 
 def _row_cost(checkpoint: Checkpoint) -> float:
@@ -192,13 +192,13 @@ def _row_cost(checkpoint: Checkpoint) -> float:
     experts = checkpoint.config.experts
     if experts is None:
         return ROW_COST
-    share = experts.chosen / experts.count
+    share = experts.top_k / experts.count
     expert_bytes = share * sum(weight.nbytes for name, weight in checkpoint.weights.items() if ".experts." in name)
     other_bytes = sum(weight.nbytes for name, weight in checkpoint.weights.items() if ".experts." not in name)
     return ROW_COST + (1 - ROW_COST) * (1 - share) * expert_bytes / (expert_bytes + other_bytes)
 
 
-def attachments_of(checkpoint: Checkpoint, max_context: int | None = None) -> dict[str, bytes]:
+def make_attachments(checkpoint: Checkpoint, max_context: int | None = None) -> dict[str, bytes]:
     """Make the attachments of an artifact (llm/description.py). Raises ImportModelError without a valid tokenizer."""
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     source = checkpoint.provenance.get("source", "the checkpoint")

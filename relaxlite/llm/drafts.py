@@ -21,7 +21,7 @@ from relaxlite.errors import CacheFullError
 from relaxlite.llm.engine import Engine
 from relaxlite.llm.sampling import softmax
 
-MAX = 16  # draft tokens in one step
+MAX_DRAFT_TOKENS = 16  # draft tokens in one step
 ROW_COST = 0.25
 """The time of one more token in a step, in steps of one token, if all tokens use all weights
 (docs/measurements/cpus.md, draft_row_cost)."""
@@ -46,7 +46,7 @@ class Drafter(Protocol):
         ...
 
 
-def worth(cost: float, row_cost: float, sequences: int) -> float:
+def min_acceptance(cost: float, row_cost: float, sequences: int) -> float:
     """Return the least probability of acceptance at which a draft token saves time, in a step of several sequences.
 
     `cost`: of the draft token, `row_cost`: of one more sequence, both in steps of one token. An accepted token saves
@@ -55,7 +55,7 @@ def worth(cost: float, row_cost: float, sequences: int) -> float:
     return cost * sequences / (1 + row_cost * (sequences - 1))
 
 
-class Lookup:
+class PromptLookup:
     """Prompt lookup (Yang et al., arXiv 2304.04487): drafts that repeat what followed the last tokens before.
 
     That suits quotations, names, code and lists. Of the earlier places of the last two tokens, the one with the longest
@@ -86,7 +86,7 @@ class Lookup:
         self._drafted[k] *= self._FADE
         self._accepted[k] *= self._FADE
         period = len(tokens) - at  # a draft that reaches the end of the text continues periodically
-        count = self._count(k, worth(self._row_cost, self._row_cost, sequences))
+        count = self._count(k, min_acceptance(self._row_cost, self._row_cost, sequences))
         return [tokens[at + i % period] for i in range(min(most, count))]
 
     def learn(self, drafted: int, accepted: int) -> None:
@@ -124,7 +124,11 @@ class Lookup:
     def _count(self, k: int, min_probability: float) -> int:
         """Return how many draft tokens are all accepted with a probability of at least `min_probability`."""
         rate = (self._accepted[k] + self._EXPECTED[k] * self._WEIGHT) / (self._drafted[k] + self._WEIGHT)
-        return 0 if min_probability >= 1 else min(MAX, int(math.log(min_probability) / math.log(min(rate, 0.999))))
+        return (
+            0
+            if min_probability >= 1
+            else min(MAX_DRAFT_TOKENS, int(math.log(min_probability) / math.log(min(rate, 0.999))))
+        )
 
 
 class DraftModel:
@@ -143,8 +147,8 @@ class DraftModel:
 
     def propose(self, tokens: Sequence[int], most: int, sequences: int) -> list[int]:
         tokens = self._context_tokens(tokens)
-        most = min(most, MAX, self._engine.context - len(tokens))
-        min_chance = worth(self._row_cost + self._step_cost, self._row_cost, sequences)
+        most = min(most, MAX_DRAFT_TOKENS, self._engine.context - len(tokens))
+        min_chance = min_acceptance(self._row_cost + self._step_cost, self._row_cost, sequences)
         if self._sequence is None or most < 1 or min_chance >= 1:  # no draft token saves time, however likely
             return []
         self._accept(tokens)

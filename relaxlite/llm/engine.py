@@ -13,7 +13,7 @@ from relaxlite.errors import InvalidArgumentError
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Batch: TypeAlias = "Sequence[tuple[int, Sequence[int]]]"  # (sequence, its next tokens)
 
-EXACT = 8  # the last tokens before wanted logits, the first wanted one included, that are never filled
+EXACT_TOKENS = 8  # the last tokens before wanted logits, the first wanted one included, that are never filled
 
 
 class Engine(Protocol):
@@ -25,7 +25,7 @@ class Engine(Protocol):
 
     vocab: int
     context: int
-    fills_coarsely: bool  # `fill` is of lower precision than `forward` for tokens whose logits are wanted
+    has_relaxed_fill: bool  # `fill` is of lower precision than `forward` for tokens whose logits are wanted
 
     def new(self) -> int:
         """Create an empty sequence."""
@@ -47,7 +47,7 @@ class Engine(Protocol):
         """Return the number of tokens of a sequence."""
         ...
 
-    def held(self, sequence: int) -> int:
+    def cached_length(self, sequence: int) -> int:
         """Return how many tokens of a sequence are cached; others are recomputed along with the next ones."""
         ...
 

@@ -6,7 +6,7 @@ context of more than window - stride tokens (except in the first window). A smal
 and costs more time. Results depend on both, so `Evaluation` records them.
 
 Predictions are made as in generation. If prefill is of lower precision than the last tokens
-(`Engine.fills_coarsely`), the context is filled, and few tokens at a time are predicted behind it.
+(`Engine.has_relaxed_fill`), the context is filled, and few tokens at a time are predicted behind it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relaxlite.errors import ExecutionError, InvalidArgumentError
-from relaxlite.llm.engine import EXACT, Engine
+from relaxlite.llm.engine import EXACT_TOKENS, Engine
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -79,7 +79,7 @@ def evaluate(
     stride = max(window - len(prefix), 1) if stride is None else stride
     _check(engine, tokens, window, stride, prefix, against)
     step = max(1, _LOGITS_AT_ONCE // engine.vocab)
-    if engine.fills_coarsely or (against is not None and against.fills_coarsely):
+    if engine.has_relaxed_fill or (against is not None and against.has_relaxed_fill):
         step = min(step, _PREDICTED_AT_ONCE)
     losses: list[Array] = []
     hits: list[Array] = []
@@ -148,11 +148,11 @@ def _log_probabilities(
     Logits are computed for `step` places at a time, and yielded in smaller parts.
     """
     inputs, first = [*before, *tokens[:-1]], len(before) - 1
-    is_relaxed = engine.fills_coarsely
+    is_relaxed = engine.has_relaxed_fill
     context = engine.new()  # the sequence of the tokens that are filled before logits are computed
     try:
         for at in range(first, len(inputs), step):
-            filled = max(0, at + 1 - EXACT) if is_relaxed else at
+            filled = max(0, at + 1 - EXACT_TOKENS) if is_relaxed else at
             if filled > engine.length(context):
                 engine.fill(context, inputs[engine.length(context) : filled])
             sequence = engine.fork(context) if is_relaxed else context

@@ -308,7 +308,7 @@ class _Writer:
         return self._show(text)
 
     def _show(self, text: str) -> str:
-        if self._filter.found is not None:
+        if self._filter.match is not None:
             self._request.finish_reason = "stop_string"
         elif self._request.finish_reason is not None:
             text += self._filter.finish()

@@ -12,12 +12,12 @@ from weakref import WeakSet
 from relaxlite.errors import ArtifactError, InvalidArgumentError
 from relaxlite.llm.compiled_engine import CACHE_BYTES, CompiledEngine
 from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
-from relaxlite.llm.drafts import Drafter, DraftModel, Lookup
+from relaxlite.llm.drafts import Drafter, DraftModel, PromptLookup
 from relaxlite.llm.engine import Engine
+from relaxlite.llm.fork_safe_lock import ForkSafeLock
 from relaxlite.llm.generation import Request, Stream, run
 from relaxlite.llm.sampling import Sampler, Sampling
 from relaxlite.llm.tokenizer import Tokenizer
-from relaxlite.llm.turns import Turn
 from relaxlite.records import dataclass
 from relaxlite.runtime import artifact
 from relaxlite.runtime.executable import ExecutableData
@@ -65,8 +65,8 @@ class LanguageModel:
         self.engine, self.tokenizer, self.description, self.data = engine, tokenizer, description, data
         self.context = engine.context if capacity is None else min(engine.context, capacity)
         """The maximum number of tokens of a sequence, prompt and reply together."""
-        self._kept: _ChatSequence | None = None
-        self._turn = Turn()
+        self._chat_sequence: _ChatSequence | None = None
+        self._turn = ForkSafeLock()
         self._checked_drafts: WeakSet[LanguageModel] = WeakSet()  # whose vocabularies were compared, which is slow
 
     @staticmethod
@@ -343,7 +343,7 @@ class LanguageModel:
         row_cost = self.description.row_cost
         if isinstance(draft, LanguageModel):
             return DraftModel(draft.engine, draft.weight_bytes / max(self.weight_bytes, 1), row_cost)
-        return None if draft is None else Lookup(row_cost)
+        return None if draft is None else PromptLookup(row_cost)
 
     @property
     def weight_bytes(self) -> int:
@@ -398,7 +398,7 @@ class LanguageModel:
 
     # sequences
 
-    # A sequence is owned by a request or by `_kept`. Ownership changes under the lock in one statement without
+    # A sequence is owned by a request or by `_chat_sequence`. Ownership changes under the lock in one statement without
     # calls, so that neither another thread nor an interruption can come between.
 
     def _take_chat_sequence(self, request: Request) -> None:
@@ -407,10 +407,10 @@ class LanguageModel:
         The request owns the sequence from then on, so that interleaved streams do not share it.
         """
         with self._turn.lock:
-            stored = self._kept
+            stored = self._chat_sequence
             if stored is None:
                 return
-            request.sequence, self._kept = stored.sequence, None
+            request.sequence, self._chat_sequence = stored.sequence, None
         common = 0
         for a, b in zip(
             stored.tokens, request.prompt[:-1], strict=False
@@ -420,7 +420,7 @@ class LanguageModel:
             common += 1
         if len(stored.tokens) > common:
             self.engine.drop(stored.sequence, len(stored.tokens) - common)
-            cached = self.engine.held(stored.sequence)
+            cached = self.engine.cached_length(stored.sequence)
             self.engine.drop(stored.sequence, common - cached)
             common = cached
         request.reused = common
@@ -433,7 +433,7 @@ class LanguageModel:
         written = [*request.prompt, *request.tokens][: self.engine.length(request.sequence)]
         stored = _ChatSequence(request.sequence, written)
         with self._turn.lock:
-            previous, self._kept, request.sequence = self._kept, stored, 0
+            previous, self._chat_sequence, request.sequence = self._chat_sequence, stored, 0
         if previous is not None:
             self.engine.remove(previous.sequence)
 
@@ -445,7 +445,7 @@ class LanguageModel:
     def forget(self) -> bool:
         """Free the memory of the last chat; return whether there was any."""
         with self._turn.lock:
-            stored, self._kept = self._kept, None
+            stored, self._chat_sequence = self._chat_sequence, None
         if stored is not None:
             self.engine.remove(stored.sequence)
         return stored is not None

@@ -110,17 +110,19 @@ class Sampler:
                 f"{logits.size}, the first for token {bad[0]}; are the weights damaged (load with verify=True, or "
                 "`relaxlite inspect --verify`), or keys and values too large for a cache of float16 (cache_dtype)?"
             )
-        scores = mask_tokens(penalized(logits, tokens, options.repetition_penalty), options.suppress_tokens)
+        scores = mask_tokens(
+            apply_repetition_penalty(logits, tokens, options.repetition_penalty), options.suppress_tokens
+        )
         if options.temperature == 0:
             return best if scores is logits else _likeliest(scores, name)
         if options.suppress_tokens:
             _likeliest(scores, name)
         indices, weights = candidates(scores, options)
-        at = drawn(weights, self._random.random())
+        at = draw_index(weights, self._random.random())
         return at if indices is None else int(indices[at])
 
 
-def penalized(scores: Array, tokens: Sequence[int], penalty: float) -> Array:
+def apply_repetition_penalty(scores: Array, tokens: Sequence[int], penalty: float) -> Array:
     """Apply the repetition penalty to scores [vocab]; a penalty below 1 makes repetition likelier."""
     if penalty == 1.0 or not len(tokens):
         return scores
@@ -225,7 +227,7 @@ def _sums(weights: Array) -> Array:
     return np.cumsum(np.append(block_sums, weights[blocks * _BLOCK :].sum()), dtype=np.float64)
 
 
-def drawn(weights: Array, number: float) -> int:
+def draw_index(weights: Array, number: float) -> int:
     """Return the index whose interval contains `number` from [0, 1), intervals being proportional to weights."""
     sums = _sums(weights)
     wanted = number * sums[-1]

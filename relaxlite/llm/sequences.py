@@ -39,7 +39,7 @@ class CachedSequences:
         """Return the number of tokens of a sequence."""
         return self._cache.length(sequence)
 
-    def owed(self, sequence: int) -> Sequence[int]:
+    def uncached(self, sequence: int) -> Sequence[int]:
         """Return the tokens of a sequence that the cache lacks."""
         return ()
 
@@ -68,9 +68,9 @@ class ReplayedSequences(CachedSequences):
 
     def drop(self, sequence: int, count: int) -> None:
         tokens = self.tokens(sequence)
-        self.cut_back(sequence, tokens[: len(tokens) - _checked(tokens, sequence, count, "drop")])
+        self.truncate(sequence, tokens[: len(tokens) - _checked(tokens, sequence, count, "drop")])
 
-    def cut_back(self, sequence: int, tokens: Sequence[int]) -> None:
+    def truncate(self, sequence: int, tokens: Sequence[int]) -> None:
         """Truncate a sequence to `tokens`, of which the cache has a prefix, or all and more."""
         super().drop(sequence, max(0, self._cache.length(sequence) - len(tokens)))
         self._tokens[sequence] = list(tokens)
@@ -86,7 +86,7 @@ class ReplayedSequences(CachedSequences):
         """Return a copy of the tokens of a sequence."""
         return self._of(sequence)[:]
 
-    def owed(self, sequence: int) -> Sequence[int]:
+    def uncached(self, sequence: int) -> Sequence[int]:
         return self._of(sequence)[self._cache.length(sequence) :]
 
     def extend(self, sequence: int, tokens: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from relaxlite.driver import signature_of
 from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
-from relaxlite.llm.compiled_engine import layout_of
+from relaxlite.llm.compiled_engine import cache_layout
 from relaxlite.llm.engine import Array
 from relaxlite.passes.graph.reachable import entry_points
 from relaxlite.records import dataclass
@@ -45,7 +45,7 @@ def _calls(module: IRModule, seed: int) -> list[_Call]:
     signature = signature_of(main)
     vocab = int(signature.outputs[0].shape[-1])
     context, max_tokens = _fact(module, "context"), _fact(module, "step_tokens")
-    layout, result = layout_of(signature.inputs, _fact(module, "attention_block")), []
+    layout, result = cache_layout(signature.inputs, _fact(module, "attention_block")), []
     for lengths, counts in _STEPS:
         if sum(counts) > max_tokens or max(map(sum, zip(lengths, counts, strict=True))) > context:
             continue

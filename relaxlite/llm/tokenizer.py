@@ -181,16 +181,16 @@ class StopFilter:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""  # the end of the text so far, which may be the beginning of a stop string
-        self.found: str | None = None
+        self.match: str | None = None
 
     def push(self, text: str) -> str:
-        """Return text to show; after a stop string, set `found` and return "" from then on."""
-        if self.found is not None:
+        """Return text to show; after a stop string, set `match` and return "" from then on."""
+        if self.match is not None:
             return ""
         text = self._held + text
         matches = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if matches:
-            at, _, self.found = min(matches)
+            at, _, self.match = min(matches)
             self._held = ""
             return text[:at]
         held_length = max((_partial_match(text, stop) for stop in self._stop), default=0)

@@ -10,7 +10,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.records import dataclass
 from relaxlite.validation.difference import tolerance
-from relaxlite.validation.oracle import Expected, Failed
+from relaxlite.validation.oracle import Expected, FailedRun
 
 MAX_UNDETERMINED = 0.5  # share of elements above which the validation says little
 
@@ -59,11 +59,11 @@ class Coverage:
         return ", ".join(parts)
 
 
-def coverage_of(entry: str, outcomes: Sequence[tuple[tuple[Any, ...] | Failed, Expected | Failed]]) -> Coverage:
+def coverage_of(entry: str, outcomes: Sequence[tuple[tuple[Any, ...] | FailedRun, Expected | FailedRun]]) -> Coverage:
     """Compute the coverage of samples from the results of the module and the expected results."""
     expected = [outcome for _, outcome in outcomes if isinstance(outcome, Expected)]
-    stopped = sum(isinstance(result, Failed) for result, _ in outcomes)
-    pairs = [pair for outcome in expected for pair in zip(outcome.values, outcome.spread, strict=True)]
+    stopped = sum(isinstance(result, FailedRun) for result, _ in outcomes)
+    pairs = [pair for outcome in expected for pair in zip(outcome.values, outcome.rounding_error, strict=True)]
     allowed = np.concatenate([_relative(value, error) for value, error in pairs] or [np.zeros(0)])
     return Coverage(
         entry=entry,

@@ -9,7 +9,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.records import dataclass
-from relaxlite.validation.oracle import Expected, distance
+from relaxlite.validation.oracle import Expected, absolute_error
 from relaxlite.validation.rounding import epsilon
 
 RELATIVE_ULPS = {"float16": 2.0, "bfloat16": 2.0, "float32": 16.0, "float64": 64.0}  # units in the last place
@@ -32,7 +32,7 @@ def compare(got: Sequence[Any], expected: Expected) -> Difference | None:
     """Find the first output that differs by more than rounding allows; None if all match."""
     if len(got) != len(expected.values):
         return Difference(0, np.inf, f"{len(got)} results instead of {len(expected.values)}")
-    for k, (result, want, error) in enumerate(zip(got, expected.values, expected.spread, strict=True)):
+    for k, (result, want, error) in enumerate(zip(got, expected.values, expected.rounding_error, strict=True)):
         difference = _compare_one(k, np.asarray(result), want, error)
         if difference is not None:
             return difference
@@ -42,7 +42,7 @@ def compare(got: Sequence[Any], expected: Expected) -> Difference | None:
 def _compare_one(output: int, got: Any, want: Any, error: Any) -> Difference | None:
     if got.shape != want.shape or got.dtype != want.dtype:
         return Difference(output, np.inf, f"{got.dtype}{list(got.shape)} instead of {want.dtype}{list(want.shape)}")
-    differences = distance(got, want)
+    differences = absolute_error(got, want)
     excess = np.where(np.isfinite(error), differences - tolerance(want, error), -1.0)
     if not (excess > 0).any():
         return None
@@ -67,9 +67,9 @@ def tolerance(want: Any, error: Any) -> Any:
     wide = np.abs(np.asarray(want, np.float64))
     wide = np.where(np.isfinite(wide), wide, 0.0)
     relative = epsilon(dtype) * (RELATIVE_ULPS[dtype] * wide + wide.max(initial=0.0))  # max: for cancellation
-    return relative + ERROR_FACTOR * np.where(np.isfinite(error), error, 0.0) + smallest(dtype)
+    return relative + ERROR_FACTOR * np.where(np.isfinite(error), error, 0.0) + smallest_normal(dtype)
 
 
-def smallest(dtype: str) -> float:
+def smallest_normal(dtype: str) -> float:
     """Smallest normal number of a dtype; processors may flush subnormal numbers to 0."""
     return {"float16": 2.0**-14, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}[dtype]

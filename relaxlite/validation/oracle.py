@@ -6,7 +6,7 @@ altogether. So the tolerance is measured. The module runs several times with eve
 result of an op, perturbed at random by a few units in its last place (Monte Carlo arithmetic: Parker, "Monte Carlo
 Arithmetic", 1997). The movement of an element is its rounding error; an integer, a shape or a NaN that changes is
 undetermined. An op with several roundings (a norm, a product) also gets perturbed operands, for the roundings inside. A
-sum is computed in another order, or perturbed in proportion to its number of terms (long_sums.py). Data movement
+sum is computed in another order, or perturbed in proportion to its number of terms (sum_lengths.py). Data movement
 (reshape, gather, relu) is not perturbed, so that equal elements stay equal. Whole numbers that are exact are not
 perturbed either, as they are counts. In some of many runs, numbers are rounded to a common grid instead, on which
 nearly equal numbers meet.
@@ -29,7 +29,7 @@ from relaxlite.codegen.interpreter import Interpreter
 from relaxlite.errors import RelaxliteError
 from relaxlite.ir.module import IRModule
 from relaxlite.records import dataclass
-from relaxlite.validation.rounding import Nudge, Widen
+from relaxlite.validation.rounding import Perturb, Widen
 
 Externs = Mapping[str, Callable[..., Any]]
 
@@ -42,11 +42,11 @@ class Expected:
     """Expected results, and the rounding error of each element: inf if undetermined, 0 for determined integers."""
 
     values: tuple[Any, ...]
-    spread: tuple[Any, ...]  # float64, of the shapes of `values`
+    rounding_error: tuple[Any, ...]  # float64, of the shapes of `values`
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedRun:
     """Execution that stopped with an error.
 
     `is_check`: a run-time check of the module failed; otherwise the interpreter cannot execute the module. As an
@@ -57,14 +57,14 @@ class Failed:
     is_check: bool
 
 
-def flat(result: Any) -> tuple[Any, ...]:
+def flatten(result: Any) -> tuple[Any, ...]:
     """Flatten a result to its tensors, those of nested tuples included."""
     if isinstance(result, tuple):
-        return tuple(leaf for item in result for leaf in flat(item))
+        return tuple(leaf for item in result for leaf in flatten(item))
     return (np.asarray(result),)
 
 
-def spread_of(
+def measure_rounding_error(
     module: IRModule,
     args: Sequence[Any],
     values: tuple[Any, ...],
@@ -73,37 +73,37 @@ def spread_of(
     runs: int = NUM_RUNS,
     entry: str = "main",
     is_enough: Callable[[tuple[Any, ...]], bool] = lambda deviations: False,
-) -> tuple[Any, ...] | Failed:
+) -> tuple[Any, ...] | FailedRun:
     """Measure how far rounding moves each element of `values`, the results of function `entry` for `args`.
 
-    Returns Failed if other roundings change shapes or stop the run. `is_enough` ends the runs early; further runs can
+    Returns FailedRun if other roundings change shapes or stop the run. `is_enough` ends the runs early; more runs can
     only increase the errors.
     """
     deviations = [np.zeros(v.shape) for v in values]
     rngs = [np.random.default_rng((seed, run)) for run in range(runs)]
-    perturbations: list[Nudge | Widen] = [
-        Nudge(rng, module, ties=run % TIE_INTERVAL == TIE_INTERVAL - 1) for run, rng in enumerate(rngs)
+    perturbations: list[Perturb | Widen] = [
+        Perturb(rng, module, ties=run % TIE_INTERVAL == TIE_INTERVAL - 1) for run, rng in enumerate(rngs)
     ]
     for perturbation in (*perturbations, Widen()):
         interpreter = Interpreter(
             module, externs, around_call=perturbation.call, program_runner=perturbation.run_program
         )
         try:
-            outputs = flat(interpreter.run(entry, *map(perturbation.value, args)))
+            outputs = flatten(interpreter.run(entry, *map(perturbation.value, args)))
         except (RelaxliteError, ValueError, IndexError, ArithmeticError) as error:
-            return Failed(error, is_check=False)
+            return FailedRun(error, is_check=False)
         for k, (got, want) in enumerate(zip(outputs, values, strict=True)):
             if got.shape != want.shape:
                 problem = f"result {k} is of shape {want.shape}, and of {got.shape} if rounded otherwise"
-                return Failed(RelaxliteError(problem), is_check=False)
+                return FailedRun(RelaxliteError(problem), is_check=False)
         for deviation, got, want in zip(deviations, outputs, values, strict=True):
-            np.maximum(deviation, distance(got, want), out=deviation)
+            np.maximum(deviation, absolute_error(got, want), out=deviation)
         if is_enough(tuple(deviations)):
             break
     return tuple(deviations)
 
 
-def distance(got: Any, want: Any) -> Any:
+def absolute_error(got: Any, want: Any) -> Any:
     """Absolute difference |got - want| as float64.
 
     It is inf where only one is NaN, where infinities differ, and for integers that differ.

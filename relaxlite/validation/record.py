@@ -16,7 +16,7 @@ from relaxlite.ir.printer import print_module
 from relaxlite.validation.samples import Sample
 
 
-def keep(
+def write_record(
     what: str, sample: Sample, problem: str, before: IRModule, after: IRModule | None, folder: str | None = None
 ) -> str:
     """Write NAME.before.py, NAME.after.py and NAME.npz; returns the path of the first file.
@@ -35,8 +35,8 @@ def keep(
     return str(path)
 
 
-def open_record(path: str) -> tuple[str, IRModule, IRModule | None, tuple[Any, ...]]:
-    """Read the files of `keep`.
+def read_record(path: str) -> tuple[str, IRModule, IRModule | None, tuple[Any, ...]]:
+    """Read the files of `write_record`.
 
     Returns the failed check ("pass fuse_ops", or "pass fuse_ops in fill"), the modules before and after, and the
     arguments.

@@ -25,8 +25,8 @@ from relaxlite.ir.program import Buffer, Cast, IndexValue, Intrinsic, Literal, T
 from relaxlite.ir.program_visitor import ProgramRewriter
 from relaxlite.ir.symbolic import SymVar
 from relaxlite.ir.types import TensorType, Type
-from relaxlite.validation.long_sums import terms_of_sums
 from relaxlite.validation.running import run_program
+from relaxlite.validation.sum_lengths import num_summed_terms
 
 PERTURBATION_ULPS = {"float16": 1.0, "bfloat16": 1.0, "float32": 4.0, "float64": 4.0}  # units in the last place
 NARROW = ("float16", "bfloat16", "float32")
@@ -63,7 +63,7 @@ def epsilon(dtype: str) -> float:
     return {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}[dtype]
 
 
-class Nudge:
+class Perturb:
     """Random perturbation of floats by a few units in the last place, and sums in sequential order.
 
     NumPy sums pairwise; in a running sum of equal terms all roundings go in the same direction.
@@ -98,7 +98,7 @@ class Nudge:
             return result
         results = result if isinstance(result, tuple) else (result,)
         floor = 0.0 if name in _RELATIVE_ERROR else _magnitude([*args, *results])
-        scale = 1 + _ULPS_PER_TERM * terms_of_sums(call, args, result)
+        scale = 1 + _ULPS_PER_TERM * num_summed_terms(call, args, result)
         if name in _ROUNDED_ONCE:
             is_count = _exact_counts(name, args, result, is_close=self._ties)
             changed_result = self._perturb(result, floor if self._ties else 0.0)

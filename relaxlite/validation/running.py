@@ -99,7 +99,7 @@ def _value(expr: SymExpr, values: Mapping[SymVar, int]) -> int | None:
         return None
 
 
-class Remembering:
+class CachedRunner:
     """Cache of `run_program` by program, symbols and inputs.
 
     Most passes leave most programs and their inputs unchanged.

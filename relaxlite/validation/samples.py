@@ -18,7 +18,7 @@ from relaxlite.records import dataclass
 Symbols = dict[SymVar, int]
 
 STYLES = ("least", "one", "odd", "larger", "same", "mixed")
-MORE_STYLES = ("aligned", "larger aligned", "long")  # for networks that downsample images, or process audio
+EXTRA_STYLES = ("aligned", "larger aligned", "long")  # for networks that downsample images, or process audio
 MAX_ELEMENTS = 1 << 22  # of one input; limits unbounded symbols
 _ALIGNED, _LONG = 32, 2048
 _ODD = (3, 7, 5, 9, 11)

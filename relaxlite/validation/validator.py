@@ -28,15 +28,15 @@ from relaxlite.passes.memory.donate import donated_params
 from relaxlite.records import dataclass
 from relaxlite.validation.coverage import MAX_UNDETERMINED, Coverage, coverage_of
 from relaxlite.validation.difference import Difference, compare
-from relaxlite.validation.oracle import Expected, Externs, Failed, flat, spread_of
-from relaxlite.validation.record import keep
-from relaxlite.validation.running import Remembering
-from relaxlite.validation.samples import MORE_STYLES, STYLES, Sample, Symbols, draw_sample, symbol_values
+from relaxlite.validation.oracle import Expected, Externs, FailedRun, flatten, measure_rounding_error
+from relaxlite.validation.record import write_record
+from relaxlite.validation.running import CachedRunner
+from relaxlite.validation.samples import EXTRA_STYLES, STYLES, Sample, Symbols, draw_sample, symbol_values
 
 ENTRY = "main"
-MAGNITUDES = (10, 3, 2)  # of random integers
+INTEGER_MAGNITUDES = (10, 3, 2)  # of random integers
 MAX_SECONDS = 4.0  # per run of the module; larger sizes would take minutes per pass and are skipped
-SURE_RUNS = 24  # runs of the oracle that confirm a difference
+CONFIRMATION_RUNS = 24  # runs of the oracle that confirm a difference
 
 _HINT = (
     "validation compares hardly anything; give example inputs, `validate=[(array, ...)]` or `--validate --input "
@@ -45,16 +45,16 @@ _HINT = (
 _ELEMENT_CHECK = re.compile(r"index -?\d* ?is out of (range|bounds) for axis|lies outside of")
 _NUMPY_CHECK = re.compile(r"could not be broadcast|out of bounds for axis \d+ with size [1-9]")  # 0: nothing is read
 
-Outcome = Expected | Failed
+Outcome = Expected | FailedRun
 
 
 @dataclass(slots=True)
-class Case:
+class ValidationCase:
     """One sample, with the expected results and the results after the previous pass."""
 
     sample: Sample
     outcome: Outcome
-    before: tuple[Any, ...] | Failed  # results after the previous pass
+    before: tuple[Any, ...] | FailedRun  # results after the previous pass
 
 
 class Validator:
@@ -82,7 +82,7 @@ class Validator:
         if not isinstance(main, Function):
             raise InvalidArgumentError(f"the module has no function {entry!r}")
         self.entry = entry
-        self._externs, self._runner = dict(externs or {}), program_runner or Remembering()
+        self._externs, self._runner = dict(externs or {}), program_runner or CachedRunner()
         self._folder, self._seed = folder, seed
         self._original = module
         self._earlier_doubt: str | None = None
@@ -98,7 +98,7 @@ class Validator:
                 self._draw_case(main, v, k) for k, v in enumerate(symbol_values(main, random.Random(seed), styles))
             ]
             if styles is STYLES and 2 * sum(_has_elements(outcome) for _, outcome, _ in drawn) <= len(drawn):
-                sizes = symbol_values(main, random.Random(seed), MORE_STYLES)
+                sizes = symbol_values(main, random.Random(seed), EXTRA_STYLES)
                 drawn += [self._draw_case(main, values, len(drawn) + k) for k, values in enumerate(sizes)]
             fastest = min((seconds for _, outcome, seconds in drawn if _has_elements(outcome)), default=0.0)
             limit = max(MAX_SECONDS, fastest)
@@ -120,7 +120,9 @@ class Validator:
             share = coverage.share_not_finite
             is_most = share > MAX_UNDETERMINED
             return f"{share:.0%} of what {subject} gives is NaN or infinite, so {_HINT}" if is_most else None
-        failed = next((case.outcome for case in with_elements or self.cases if isinstance(case.outcome, Failed)), None)
+        failed = next(
+            (case.outcome for case in with_elements or self.cases if isinstance(case.outcome, FailedRun)), None
+        )
         if failed is None:
             reason = "gives nothing but what rounding decides" if with_elements else "gives no elements"
         else:
@@ -157,7 +159,7 @@ class Validator:
         for case, now in zip(self.cases, result, strict=True):
             if isinstance(case.outcome, Expected):
                 unbounded = tuple(np.full(np.shape(value), np.inf) for value in case.outcome.values)
-                case.outcome = replace(case.outcome, spread=unbounded)
+                case.outcome = replace(case.outcome, rounding_error=unbounded)
             problem = self._problem(case, case.before, now, before)
             if problem is not None:
                 self._fail(f"pass {step.name}", case.sample, problem, before, after)
@@ -179,78 +181,82 @@ class Validator:
 
     def _draw_case(
         self, main: Function, values: Symbols, number: int
-    ) -> tuple[Sample, tuple[Any, ...] | Failed, float]:
+    ) -> tuple[Sample, tuple[Any, ...] | FailedRun, float]:
         """A random sample, the results of the module, and the seconds that the run took.
 
         Where large integers stop the run, as invalid indices do, smaller ones are drawn.
         """
-        attempts: list[tuple[Sample, tuple[Any, ...] | Failed, float]] = []
-        for magnitude in MAGNITUDES:
+        attempts: list[tuple[Sample, tuple[Any, ...] | FailedRun, float]] = []
+        for magnitude in INTEGER_MAGNITUDES:
             sample = draw_sample(main, values, np.random.default_rng((self._seed, number)), magnitude)
             start = time.perf_counter()
             attempts.append((sample, self._run(self._original, sample.args), time.perf_counter() - start))
-            if not isinstance(attempts[-1][1], Failed):
+            if not isinstance(attempts[-1][1], FailedRun):
                 return attempts[-1]
         return attempts[0]
 
-    def _case(self, sample: Sample, result: tuple[Any, ...] | Failed) -> Case:
-        if isinstance(result, Failed):
-            return Case(sample, result, result)
-        error = spread_of(self._original, sample.args, result, self._externs, self._seed, entry=self.entry)
-        return Case(sample, error if isinstance(error, Failed) else Expected(result, error), result)
+    def _case(self, sample: Sample, result: tuple[Any, ...] | FailedRun) -> ValidationCase:
+        if isinstance(result, FailedRun):
+            return ValidationCase(sample, result, result)
+        error = measure_rounding_error(self._original, sample.args, result, self._externs, self._seed, entry=self.entry)
+        return ValidationCase(sample, error if isinstance(error, FailedRun) else Expected(result, error), result)
 
-    def _run(self, module: IRModule, args: Sequence[Any]) -> tuple[Any, ...] | Failed:
+    def _run(self, module: IRModule, args: Sequence[Any]) -> tuple[Any, ...] | FailedRun:
         interpreter = Interpreter(module, self._externs, program_runner=self._runner)
         return self._outcome(partial(interpreter.run, self.entry), args)
 
-    def _outcome(self, run: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...] | Failed:
+    def _outcome(self, run: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...] | FailedRun:
         """Results of a run, then the new contents of donated arguments, whether returned or stored in their arrays."""
         if not self._donated_numbers:
             return outcome_of(lambda: run(*args))
         copies = [arg.copy() if k in self._donated_numbers else arg for k, arg in enumerate(args)]
         outcome = outcome_of(lambda: run(*copies))
-        if isinstance(outcome, Failed) or len(outcome) == self._num_results:
+        if isinstance(outcome, FailedRun) or len(outcome) == self._num_results:
             return outcome
         return (*outcome, *(copies[k] for k in self._donated_numbers))
 
     def _problem(
-        self, case: Case, before: tuple[Any, ...] | Failed, result: tuple[Any, ...] | Failed, module: IRModule
+        self,
+        case: ValidationCase,
+        before: tuple[Any, ...] | FailedRun,
+        result: tuple[Any, ...] | FailedRun,
+        module: IRModule,
     ) -> str | None:
         """Error text for `result`, or None; `before` is the result of `module`."""
-        if isinstance(result, Failed) and isinstance(result.error, OutOfBoundsError):
-            is_new = not (isinstance(before, Failed) and isinstance(before.error, OutOfBoundsError))
+        if isinstance(result, FailedRun) and isinstance(result.error, OutOfBoundsError):
+            is_new = not (isinstance(before, FailedRun) and isinstance(before.error, OutOfBoundsError))
             return f"a run-time check is missing: {result.error}" if is_new else None
-        if isinstance(before, Failed):
-            if _ELEMENT_CHECK.search(str(before.error)) and not isinstance(result, Failed):
+        if isinstance(before, FailedRun):
+            if _ELEMENT_CHECK.search(str(before.error)) and not isinstance(result, FailedRun):
                 return None  # of unused elements; the interpreter detects reads of missing elements
             if (
-                isinstance(result, Failed)
+                isinstance(result, FailedRun)
                 or not before.is_check
                 or not self._fails_without_dead_code(module, case.sample.args)
             ):
                 return None
             return f"a run-time check is lost: before, the run stops with {_error_text(before.error)}"
-        if isinstance(result, Failed):
+        if isinstance(result, FailedRun):
             return f"the run fails with {_error_text(result.error)}"
         if not isinstance(case.outcome, Expected):
             return None
         difference = compare(result, case.outcome)
         return None if difference is None else self._confirm(case, result, difference)
 
-    def _confirm(self, case: Case, result: tuple[Any, ...], difference: Difference) -> str | None:
+    def _confirm(self, case: ValidationCase, result: tuple[Any, ...], difference: Difference) -> str | None:
         """The difference as text if it remains after many more runs of the oracle."""
         assert isinstance(case.outcome, Expected)
-        values, known_errors = case.outcome.values, case.outcome.spread
+        values, known_errors = case.outcome.values, case.outcome.rounding_error
 
         def allowing(errors: tuple[Any, ...]) -> Expected:
             """The expectation with enlarged errors."""
             return Expected(values, tuple(map(np.maximum, known_errors, errors)))
 
-        errors = spread_of(
-            self._original, case.sample.args, values, self._externs, self._seed + 1, SURE_RUNS, self.entry,
+        errors = measure_rounding_error(
+            self._original, case.sample.args, values, self._externs, self._seed + 1, CONFIRMATION_RUNS, self.entry,
             is_enough=lambda errors: compare(result, allowing(errors)) is None,
         )  # fmt: skip
-        case.outcome = errors if isinstance(errors, Failed) else allowing(errors)
+        case.outcome = errors if isinstance(errors, FailedRun) else allowing(errors)
         confirmed = compare(result, case.outcome) if isinstance(case.outcome, Expected) else None
         return None if confirmed is None else str(confirmed)
 
@@ -261,31 +267,31 @@ class Validator:
         except Exception:  # the pass at hand is not to blame
             return False
         result = [self._run(live, args) for live in simplified]
-        return all(isinstance(outcome, Failed) and outcome.is_check for outcome in result)
+        return all(isinstance(outcome, FailedRun) and outcome.is_check for outcome in result)
 
     def _fail(self, check: str, sample: Sample, problem: str, before: IRModule, after: IRModule | None) -> None:
         check = check if self.entry == ENTRY else f"{check} in {self.entry}"
-        path = keep(check, sample, problem, before, after, self._folder)
+        path = write_record(check, sample, problem, before, after, self._folder)
         raise ValidationError(
             f"{check} changes what the module computes, at {sample}: {problem}\n"
             f"  hint: `python -m relaxlite.revalidate {path}` runs it again"
         )
 
 
-def outcome_of(run: Callable[[], Any]) -> tuple[Any, ...] | Failed:
+def outcome_of(run: Callable[[], Any]) -> tuple[Any, ...] | FailedRun:
     """Run a function: its tensors, or the error."""
     try:
         with np.errstate(all="ignore"):
-            return flat(run())
+            return flatten(run())
     except RelaxliteError as error:
-        return Failed(error, is_check=True)
+        return FailedRun(error, is_check=True)
     except Exception as error:  # checks of NumPy, or undefined results such as the maximum of no elements
-        return Failed(error, is_check=_NUMPY_CHECK.search(str(error)) is not None)
+        return FailedRun(error, is_check=_NUMPY_CHECK.search(str(error)) is not None)
 
 
-def _has_elements(outcome: tuple[Any, ...] | Failed) -> bool:
+def _has_elements(outcome: tuple[Any, ...] | FailedRun) -> bool:
     """Whether a run ended with results of at least one element."""
-    return not isinstance(outcome, Failed) and any(array.size for array in outcome)
+    return not isinstance(outcome, FailedRun) and any(array.size for array in outcome)
 
 
 def _error_text(error: Exception) -> str:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import relaxlite as rl
 from bench.decoder import DecoderConfig, build_decoder
 from relaxlite.explain import Explanation, explain
-from relaxlite.explain.code import codes_of, packed
-from relaxlite.explain.decisions import about, grouped
+from relaxlite.explain.code import codes_of, pack_text
+from relaxlite.explain.decisions import decisions_by_kernel, group_decisions
 from relaxlite.explain.graph import graph_of
 from relaxlite.explain.kernels import modelled_work
 from relaxlite.explain.passes import Differences, Snapshots, print_definition
@@ -163,7 +163,7 @@ def test_symbols_of_one_name_get_names_of_their_own() -> None:
 def test_usual_values_lie_within_the_bounds() -> None:
     cases = [SymVar("a"), SymVar("b", upper=7), SymVar("c", lower=100), SymVar("d", lower=1, upper=70, divisor=48)]
     symbols = Symbols()
-    assert [symbols.of(var).usual for var in cases] == [64, 7, 100, 48]
+    assert [symbols.of(var).default_value for var in cases] == [64, 7, 100, 48]
     assert symbols.values({"b": 3})[cases[1]] == 3
 
 
@@ -279,9 +279,9 @@ def test_code_is_made_of_every_kernel(decoder: Explanation) -> None:
 
 
 def test_long_texts_are_deflated() -> None:
-    assert packed("short") == {"text": "short"}
+    assert pack_text("short") == {"text": "short"}
     text = "line é\n" * 5000
-    assert zlib.decompress(base64.b64decode(packed(text)["zlib"])).decode() == text
+    assert zlib.decompress(base64.b64decode(pack_text(text)["zlib"])).decode() == text
 
 
 # Passes
@@ -316,13 +316,13 @@ def test_reasons_that_differ_in_names_and_numbers_stand_together() -> None:
         decision("b is ROW"),
         decision("is too large", step="place"),
     ]
-    groups = [(g.step, g.taken, len(g.decisions)) for g in grouped(given)]
+    groups = [(g.step, g.taken, len(g.decisions)) for g in group_decisions(given)]
     assert groups == [("fuse", False, 3), ("fuse", True, 1), ("place", False, 1)]
 
 
 def test_decisions_are_found_by_what_they_are_about() -> None:
     given = [decision("no", "a into b"), decision("no", "c into d")]
-    assert about(given, {"a": 4, "b": 4, "d": 2}) == {4: [given[0]], 2: [given[1]]}
+    assert decisions_by_kernel(given, {"a": 4, "b": 4, "d": 2}) == {4: [given[0]], 2: [given[1]]}
 
 
 # The summary

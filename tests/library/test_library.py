@@ -39,7 +39,7 @@ from relaxlite.ir.printer import module_constants, print_module
 from relaxlite.ir.symbolic import syms
 from relaxlite.ir.types import TensorType
 from relaxlite.library import registered, rules_for, unregister
-from relaxlite.library.openblas import KINDS, measured, openblas_rules, rules_of
+from relaxlite.library.openblas import KINDS, load_costs, openblas_rules, rules_of_kind
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.fuse.dispatch import dispatch
 from relaxlite.runtime import libraries
@@ -358,7 +358,7 @@ def test_a_range_that_the_bounds_decide_leaves_no_compare() -> None:
 
 
 def test_dispatched_programs_print_and_parse() -> None:
-    context = PassContext(Target.host(), libraries=tuple(rule for kind in KINDS for rule in rules_of(kind)))
+    context = PassContext(Target.host(), libraries=tuple(rule for kind in KINDS for rule in rules_of_kind(kind)))
     module = module_of(lambda bb, a, b: ops.matmul(a, b), a=("p", "h", "m", "k"), b=("p", "h", "k", "n"))
     made = dispatch(module, context)
     text = print_module(made)
@@ -603,7 +603,7 @@ NO_OPENBLAS = "sys.modules['scipy_openblas32'] = None"
 def test_models_that_call_openblas_run_without_it(tmp_path: Path, before: str) -> None:
     module = module_of(lambda bb, a, b: ops.matmul(a, b), a=("m", "k"), b=("k", "n"))
     path = tmp_path / "model.rlx"
-    context = PassContext(Target.host(), libraries=tuple(rules_of("gemm_nn")))
+    context = PassContext(Target.host(), libraries=tuple(rules_of_kind("gemm_nn")))
     rl.compile(module, context=context).save(path)
     code = """
         import sys, numpy as np, relaxlite as rl
@@ -653,7 +653,7 @@ def product_module(kind: str, lead: tuple[str, ...], *, both: bool) -> IRModule:
 @pytest.mark.parametrize("kind", KINDS)
 def test_openblas_computes_what_the_loops_do(kind: str, lead: tuple[str, ...], both: bool, threads: int) -> None:
     """At all sizes, also where it is not used; into memory full of NaN, which beta = 0 must not read."""
-    context = PassContext(Target.host(), libraries=tuple(rules_of(kind)))
+    context = PassContext(Target.host(), libraries=tuple(rules_of_kind(kind)))
     with config.override(poison_memory=True):
         exe = rl.compile(product_module(kind, lead, both=both), context=context, threads=threads)
     assert [item.name for item in exe.data.libraries] == ["openblas"]
@@ -685,7 +685,7 @@ def test_a_rule_of_ones_own_for_openblas() -> None:
 @needs_openblas
 def test_a_transposed_operand_is_read_as_it_lies() -> None:
     """The larger pattern wins, whatever the order of the rules; both kinds of calls stand in one kernel."""
-    rules = tuple(rule for kind in KINDS for rule in rules_of(kind))
+    rules = tuple(rule for kind in KINDS for rule in rules_of_kind(kind))
     for order in (rules, rules[::-1]):
         exe = rl.compile(product_module("gemm_nt", (), both=True), context=PassContext(Target.host(), libraries=order))
         assert [name for name in exe.data.kernels if "shapes" not in name and "openblas" not in name] == []
@@ -697,7 +697,7 @@ def test_a_transposed_operand_is_read_as_it_lies() -> None:
 
 @needs_openblas
 def test_profiles_count_calls_of_libraries() -> None:
-    context = PassContext(Target.host(), libraries=tuple(rules_of("gemm_nn")))
+    context = PassContext(Target.host(), libraries=tuple(rules_of_kind("gemm_nn")))
     exe = rl.compile(product_module("gemm_nn", (), both=True), context=context)
     (record,) = [r for r in exe.profile([random(8, 16), random(16, 32)], runs=2).records if "openblas" in r.kernel]
     assert record.flops == 2 * 8 * 16 * 32 and record.nbytes == 4 * (8 * 16 + 16 * 32 + 8 * 32)
@@ -737,7 +737,7 @@ def test_openblas_is_loaded_only_for_models_that_call_it() -> None:
 
 
 def test_the_rules_of_the_table_could_be_called() -> None:
-    for rule in (*openblas_rules(), *(rule for kind in KINDS for rule in rules_of(kind))):
+    for rule in (*openblas_rules(), *(rule for kind in KINDS for rule in rules_of_kind(kind))):
         rule.validate()
 
 
@@ -750,7 +750,7 @@ def test_openblas_leaves_constant_weights_to_packed_panels() -> None:
 
 
 def test_the_ranges_follow_from_what_was_measured() -> None:
-    found = measured()
+    found = load_costs()
     assert set(found["table"]) == {*KINDS, CONSTANT}
     for kind in KINDS:
         rows: list[Row] = [

@@ -23,7 +23,7 @@ from relaxlite.errors import (
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import Experts
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
-from relaxlite.llm.compiling import attachments_of, build_checkpoint
+from relaxlite.llm.compiling import build_checkpoint, make_attachments
 from relaxlite.llm.description import Description
 from relaxlite.llm.drafts import ROW_COST
 from relaxlite.llm.model import LanguageModel
@@ -290,7 +290,7 @@ def test_a_checkpoint_with_a_tokenizer_that_cannot_be_read_is_not_compiled() -> 
 
 
 def test_descriptions_come_back() -> None:
-    found = Description.from_json(attachments_of(checkpoint())["language_model"])
+    found = Description.from_json(make_attachments(checkpoint())["language_model"])
     assert found.context == 64 and found.stop == (257,) and found.special_tokens == {"bos_token": "<|start|>"}
     assert found.row_cost == ROW_COST
 
@@ -298,14 +298,14 @@ def test_descriptions_come_back() -> None:
 def test_a_row_costs_more_where_it_has_experts_of_its_own() -> None:
     costs = []
     for experts in (Experts(8, 8, 48, True), Experts(8, 4, 48, True), Experts(8, 1, 48, True)):
-        said = attachments_of(checkpoint(experts=experts))["language_model"]
+        said = make_attachments(checkpoint(experts=experts))["language_model"]
         costs.append(Description.from_json(said).row_cost)
     assert costs[0] == ROW_COST < costs[1] and ROW_COST < costs[2] < 1
 
 
 @pytest.mark.parametrize("cost", [0.0, -0.5, float("nan"), "0.25", None, True])
 def test_a_description_whose_rows_cost_no_number_is_refused(cost: Any) -> None:
-    said = json.loads(attachments_of(checkpoint())["language_model"])
+    said = json.loads(make_attachments(checkpoint())["language_model"])
     with pytest.raises(ArtifactError, match="description of the language model is malformed: row_cost is"):
         Description.from_json(json.dumps({**said, "row_cost": cost}).encode())
     del said["row_cost"]  # as files before it
@@ -323,7 +323,7 @@ def test_checkpoints_without_a_tokenizer_and_contexts_beyond_the_models_are_refu
 
 
 def test_a_context_may_be_a_number_of_numpy() -> None:
-    (said,) = {attachments_of(checkpoint(), context)["language_model"] for context in (32, np.int64(32))}  # type: ignore[arg-type]
+    (said,) = {make_attachments(checkpoint(), context)["language_model"] for context in (32, np.int64(32))}  # type: ignore[arg-type]
     assert Description.from_json(said).context == 32
 
 
@@ -331,5 +331,5 @@ def test_a_token_to_stop_at_beyond_the_vocabulary_is_left_out() -> None:
     """As a configuration says that leaves it to its architecture's default: no reply can meet it."""
     tiny = checkpoint()
     assert tiny.tokenizer is not None
-    said = attachments_of(replace(tiny, tokenizer=replace(tiny.tokenizer, stop=(128001, *tiny.tokenizer.stop))))
+    said = make_attachments(replace(tiny, tokenizer=replace(tiny.tokenizer, stop=(128001, *tiny.tokenizer.stop))))
     assert Description.from_json(said["language_model"]).stop == tiny.tokenizer.stop

@@ -18,8 +18,8 @@ from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.llm.description import Description
-from relaxlite.llm.drafts import MAX, DraftModel, Lookup, worth
-from relaxlite.llm.engine import EXACT
+from relaxlite.llm.drafts import MAX_DRAFT_TOKENS, DraftModel, PromptLookup, min_acceptance
+from relaxlite.llm.engine import EXACT_TOKENS
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.runtime import kv_cache, threadpool
@@ -30,8 +30,8 @@ from tests.support.recomputing_engine import RecomputingEngine
 from tests.support.tiny_llm import END, TEMPLATE, VOCAB, checkpoint, made, random_logits, scripted, tokenizer_json
 
 
-def proposed(text: str, most: int = MAX, sequences: int = 1) -> str:
-    return bytes(Lookup(0.15).propose(text.encode(), most, sequences)).decode()
+def proposed(text: str, most: int = MAX_DRAFT_TOKENS, sequences: int = 1) -> str:
+    return bytes(PromptLookup(0.15).propose(text.encode(), most, sequences)).decode()
 
 
 def test_what_followed_the_same_tokens_is_guessed() -> None:
@@ -47,38 +47,38 @@ def test_longer_matches_count_before_later_ones_and_these_before_earlier_ones() 
 
 
 def test_guesses_at_the_end_of_the_text_repeat_it() -> None:
-    assert proposed("xyzxyzxyzxyz") == "xyzxyzxyzxyzxyzxyz"[:MAX]
+    assert proposed("xyzxyzxyzxyz") == "xyzxyzxyzxyzxyzxyz"[:MAX_DRAFT_TOKENS]
 
 
 def test_what_comes_later_is_read_on_from_where_the_last_look_ended() -> None:
     text = b"one two three four one two three five one two th"
-    drafter = Lookup()
+    drafter = PromptLookup()
     for end in range(1, len(text) + 1):
-        found = drafter.propose(text[:end], MAX, 1)
-        alone = Lookup()
-        assert found == alone.propose(text[:end], MAX, 1)
+        found = drafter.propose(text[:end], MAX_DRAFT_TOKENS, 1)
+        alone = PromptLookup()
+        assert found == alone.propose(text[:end], MAX_DRAFT_TOKENS, 1)
 
 
 def test_wrong_guesses_make_fewer_and_right_ones_more() -> None:
-    drafter, text = Lookup(0.15), b"abcd" * 8
+    drafter, text = PromptLookup(0.15), b"abcd" * 8
     counts = []
     for _ in range(6):
-        counts.append(len(drafter.propose(text, MAX, 1)))
+        counts.append(len(drafter.propose(text, MAX_DRAFT_TOKENS, 1)))
         drafter.learn(counts[-1], 0)
     assert counts == sorted(counts, reverse=True) and counts[-1] < 3 < counts[0]
     silent = 0
-    while not drafter.propose(text, MAX, 1):  # what was seen fades
+    while not drafter.propose(text, MAX_DRAFT_TOKENS, 1):  # what was seen fades
         drafter.learn(0, 0)
         silent += 1
     assert silent < 50
     for _ in range(6):
-        drafter.learn(found := len(drafter.propose(text, MAX, 1)), found)
-    assert len(drafter.propose(text, MAX, 1)) > 10
+        drafter.learn(found := len(drafter.propose(text, MAX_DRAFT_TOKENS, 1)), found)
+    assert len(drafter.propose(text, MAX_DRAFT_TOKENS, 1)) > 10
 
 
 def test_guesses_pay_less_beside_other_sequences() -> None:
-    assert worth(0.25, 0.25, 1) == pytest.approx(0.25)
-    assert [worth(0.25, 0.25, n) < worth(0.25, 0.25, n + 1) < 1 for n in range(1, 50)] == [True] * 49
+    assert min_acceptance(0.25, 0.25, 1) == pytest.approx(0.25)
+    assert [min_acceptance(0.25, 0.25, n) < min_acceptance(0.25, 0.25, n + 1) < 1 for n in range(1, 50)] == [True] * 49
     text = "one two three one two"
     counts = [len(proposed(text, sequences=n)) for n in (1, 4, 64)]
     assert counts[0] > counts[1] > counts[2] == 0
@@ -305,7 +305,7 @@ def test_several_tokens_of_a_step_have_the_logits_of_each_to_the_last_bit(more: 
     sequence = compiled.new()
     alone = np.concatenate([compiled.forward([(sequence, [token])])[0] for token in tokens])
     for begin in (0, 3, 20):
-        for count in range(1, MAX + 2):
+        for count in range(1, MAX_DRAFT_TOKENS + 2):
             compiled.drop(sequence, compiled.length(sequence) - begin)
             given = tokens[begin : begin + count]
             (found,) = compiled.forward([(sequence, given)], wanted=[len(given)])
@@ -364,12 +364,12 @@ def test_several_tokens_of_a_step_after_a_long_context_and_beside_others_have_th
     tiny = quantize_checkpoint(checkpoint(**shape, rope=Rope(1e4, 32), window=window), "q4_0")
     engine = CompiledEngine(rl.compile(build_step(tiny), precision="int12"))
     for length in (120, 250, 507):
-        tokens = np.random.default_rng(length).integers(0, VOCAB, length + MAX + 1).tolist()
+        tokens = np.random.default_rng(length).integers(0, VOCAB, length + MAX_DRAFT_TOKENS + 1).tolist()
         first = engine.new()
         engine.forward([(first, tokens[:length])])
         other = engine.fork(first)
         alone = np.concatenate([engine.forward([(first, [token])])[0] for token in tokens[length:]])
-        for count in (1, 2, 7, MAX + 1):
+        for count in (1, 2, 7, MAX_DRAFT_TOKENS + 1):
             for beside in (0, 2):
                 forks = [engine.fork(other) for _ in range(1 + beside)]
                 given = tokens[length : length + count]
@@ -398,7 +398,7 @@ def test_another_reply_goes_back_to_the_state_before_the_last_tokens_of_the_prom
             fresh = model().chat(messages, template=TEMPLATE, max_new_tokens=9, temperature=0)
             assert found.tokens == fresh.tokens
             # each token is a byte: prompts differ before the state that is kept but for the second one
-            assert found.usage.reused_tokens == (fresh.usage.prompt_tokens - EXACT if k == 1 else 0)
+            assert found.usage.reused_tokens == (fresh.usage.prompt_tokens - EXACT_TOKENS if k == 1 else 0)
             assert fresh.usage.reused_tokens == 0
         assert talking.engine.cache._states.count <= 3  # type: ignore[attr-defined]
 

@@ -21,7 +21,7 @@ from relaxlite.ir.op import Op
 from relaxlite.llm import compiled_engine
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.llm.compiling import build_checkpoint
-from relaxlite.llm.engine import EXACT
+from relaxlite.llm.engine import EXACT_TOKENS
 from relaxlite.llm.evaluate import evaluate
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.graph.integer_products import integer_products
@@ -147,10 +147,10 @@ def test_a_prompt_of_a_model_of_floats(dtype: str, more: dict[str, Any], monkeyp
     given, target = in_floats(dtype, **more), "llvm -mcpu=znver4 -l2-bytes=1024"
     data, alone = build_checkpoint(given, target), build_checkpoint(given, target, precision="float32")
     engine, exact = (CompiledEngine(Executable(each)) for each in (data, alone))
-    for count in (EXACT + 3, EXACT + 4, 40, 100, 200):
+    for count in (EXACT_TOKENS + 3, EXACT_TOKENS + 4, 40, 100, 200):
         (found,), (wanted,) = logits_of(engine, tokens(count)), logits_of(exact, tokens(count))
         distance = np.abs(found - wanted).max() / np.abs(wanted).max()
-        assert distance < 1e-3 and (distance > 0) == (count - EXACT >= 4)
+        assert distance < 1e-3 and (distance > 0) == (count - EXACT_TOKENS >= 4)
         (found,), (wanted,) = (logits_of(e, tokens(count), wanted=count) for e in (engine, exact))
         np.testing.assert_array_equal(found, wanted)
     prompts = [tokens(count, seed=1) for count in (5, 70, 33, 1, 150, 12, 8, 96)]
@@ -190,20 +190,20 @@ def logits_of(engine: CompiledEngine, *prompts: list[int], wanted: int = 1) -> l
     return found
 
 
-@pytest.mark.parametrize("count", [EXACT + 3, EXACT + 4, 40, 100, 200])
+@pytest.mark.parametrize("count", [EXACT_TOKENS + 3, EXACT_TOKENS + 4, 40, 100, 200])
 def test_logits_behind_a_filled_prompt_are_near_those_of_an_exact_one(
     engine: CompiledEngine, exact: CompiledEngine, count: int
 ) -> None:
     (found,), (wanted,) = logits_of(engine, tokens(count)), logits_of(exact, tokens(count))
     distance = np.abs(found - wanted).max() / np.abs(wanted).max()
     assert distance < 2e-2
-    is_filled = count - EXACT >= 4 and FILLS
+    is_filled = count - EXACT_TOKENS >= 4 and FILLS
     assert (distance > 0) == is_filled
 
 
 @needs_dots
 def test_prompts_that_are_not_long_are_computed_like_replies(executable: Executable, exact: CompiledEngine) -> None:
-    usual, most = CompiledEngine(executable), compiled_engine.MIN_FILL + EXACT - 1
+    usual, most = CompiledEngine(executable), compiled_engine.MIN_FILL + EXACT_TOKENS - 1
     for count, is_same in ((most, True), (most + 1, False)):
         assert np.array_equal(logits_of(usual, tokens(count)), logits_of(exact, tokens(count))) == is_same
 

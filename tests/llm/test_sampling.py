@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relaxlite.errors import ExecutionError
-from relaxlite.llm.sampling import Sampler, Sampling, candidates, drawn, log_probability, penalized
+from relaxlite.llm.sampling import Sampler, Sampling, apply_repetition_penalty, candidates, draw_index, log_probability
 
 CASES: list[dict[str, Any]] = [
     {"temperature": 0.7},
@@ -79,7 +79,7 @@ def test_filters_are_those_of_transformers(case: dict[str, Any]) -> None:
     wanted = torch.tensor(scores)[None]
     for step in steps:
         wanted = step(torch.tensor(tokens)[None], wanted)
-    found = spread(penalized(scores, tokens, 1.3), Sampling(**case))
+    found = spread(apply_repetition_penalty(scores, tokens, 1.3), Sampling(**case))
     np.testing.assert_allclose(found, torch.softmax(wanted, -1)[0].numpy(), rtol=1e-9, atol=1e-300)
 
 
@@ -111,8 +111,8 @@ def test_logits_of_minus_infinity_are_never_chosen() -> None:
 
 def test_penalties_push_away_what_occurred_on_both_sides_of_zero() -> None:
     scores = np.array([2.0, -2.0, 1.0, -1.0])
-    assert penalized(scores, [0, 1, 1], 2.0).tolist() == [1.0, -4.0, 1.0, -1.0]
-    assert penalized(scores, [0, 1], 0.5).tolist() == [4.0, -1.0, 1.0, -1.0]
+    assert apply_repetition_penalty(scores, [0, 1, 1], 2.0).tolist() == [1.0, -4.0, 1.0, -1.0]
+    assert apply_repetition_penalty(scores, [0, 1], 0.5).tolist() == [4.0, -1.0, 1.0, -1.0]
     assert scores.tolist() == [2.0, -2.0, 1.0, -1.0]
 
 
@@ -174,7 +174,7 @@ def test_each_place_is_as_wide_as_its_weight(size: int) -> None:
     weights[rng.integers(size)] = 1
     ends = np.cumsum(weights, dtype=np.float64) / weights.sum(dtype=np.float64)
     for number in (0.0, *rng.random(200), np.nextafter(1.0, 0.0)):
-        at = drawn(weights, float(number))
+        at = draw_index(weights, float(number))
         assert weights[at] > 0
         assert ends[at] - weights[at] / weights.sum() - 1e-6 <= number <= ends[at] + 1e-6
 

@@ -24,10 +24,10 @@ from relaxlite.frontend.llm.gguf_tokenizer import read_tokenizer
 from relaxlite.llm import compiled_engine
 from relaxlite.llm.compiled_engine import CompiledEngine
 from relaxlite.llm.compiling import build_checkpoint
+from relaxlite.llm.fork_safe_lock import ForkSafeLock
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.sampling import Sampler, Sampling
 from relaxlite.llm.tokenizer import TextStream, Tokenizer
-from relaxlite.llm.turns import Turn
 from relaxlite.runtime import kv_cache
 from relaxlite.runtime.kv_cache import KVCache
 from relaxlite.runtime.module import Executable
@@ -202,12 +202,12 @@ def test_an_interruption_loses_no_sequence(kind: str) -> None:
             model.generate(["a", "bc"], max_new_tokens=2)
 
     for _ in calls_interrupted(work, "call", within="/relaxlite/llm/"):
-        kept = model._kept
+        kept = model._chat_sequence
         held = set() if kept is None else {kept.sequence}
         assert model.engine._tokens.keys() == held  # type: ignore[attr-defined]
         if kind == "chat":
             model.chat(talk, max_new_tokens=1)
-            assert model._kept is not None and len(model.engine._tokens) == 1  # type: ignore[attr-defined]
+            assert model._chat_sequence is not None and len(model.engine._tokens) == 1  # type: ignore[attr-defined]
 
 
 def test_a_tokenizer_that_cannot_be_read_loses_no_sequence() -> None:
@@ -418,7 +418,7 @@ def test_long_runs_of_bytes_that_are_no_text_read_as_all_of_them_do(make: Any) -
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
-    turn, entered, left = Turn(), threading.Event(), threading.Event()
+    turn, entered, left = ForkSafeLock(), threading.Event(), threading.Event()
 
     def hold() -> None:
         with turn.lock:

@@ -17,7 +17,7 @@ from relaxlite.ir.expr import Call, Constant, Expr, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.visitor import Rewriter, map_functions
-from relaxlite.llm.compiling import build_checkpoint, module_of
+from relaxlite.llm.compiling import build_checkpoint, build_step_module
 from relaxlite.llm.step_samples import step_samples
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import Pass
@@ -29,7 +29,7 @@ from tests.support.llm_models import small_checkpoint
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 def test_samples_are_steps_of_a_cache(cache_dtype: str) -> None:
-    module = module_of(small_checkpoint("llama"), cache_dtype=cache_dtype, has_fill=True)
+    module = build_step_module(small_checkpoint("llama"), cache_dtype=cache_dtype, has_fill=True)
     found, fills = step_samples(module).values()
     assert [len(tokens) for tokens, *_ in found] == [1, 10, 25]
     for tokens, positions, slots, table, blocks, wanted, *pools in found:
@@ -42,7 +42,7 @@ def test_samples_are_steps_of_a_cache(cache_dtype: str) -> None:
 
 def test_samples_fit_into_the_context() -> None:
     def most(context: int) -> list[int]:
-        samples = step_samples(module_of(small_checkpoint("llama"), max_context=context))
+        samples = step_samples(build_step_module(small_checkpoint("llama"), max_context=context))
         return [int(positions.max()) for _, positions, *_ in samples["main"]]
 
     assert most(96) == [0, 6, 70]
@@ -59,13 +59,13 @@ def test_steps_are_validated(kind: str | None, cache_dtype: str) -> None:
     checkpoint = small_checkpoint("qwen3")
     if kind is not None:
         checkpoint = quantize_checkpoint(checkpoint, kind)
-    module = module_of(checkpoint, cache_dtype=cache_dtype)
+    module = build_step_module(checkpoint, cache_dtype=cache_dtype)
     assert build(module, validate=step_samples(module)).kernels
 
 
 @pytest.mark.exhaustive
 def test_steps_with_states_are_validated() -> None:
-    module = module_of(small_checkpoint("qwen3_5"), has_fill=True)
+    module = build_step_module(small_checkpoint("qwen3_5"), has_fill=True)
     samples = step_samples(module)
     assert all(np.any(pool) for call in samples["main"] for pool in call[7:])
     assert build(module, validate=samples).kernels
@@ -85,7 +85,7 @@ def test_a_pass_that_changes_a_step_is_found() -> None:
     steps = list(default_pipeline())
     at = next(k for k, step in enumerate(steps) if step.name == "decompose")
     steps.insert(at, Pass("broken", broken, "graph"))
-    module = module_of(small_checkpoint("llama"))
+    module = build_step_module(small_checkpoint("llama"))
     with pytest.raises(ValidationError, match=r"^pass broken changes what the module computes, at n=1, "):
         build(module, passes=steps, validate=step_samples(module))
 
@@ -98,14 +98,14 @@ def test_the_compiler_of_checkpoints_validates_on_them(monkeypatch: pytest.Monke
         return {name: samples[:1] for name, samples in step_samples(module).items()}
 
     monkeypatch.setattr("relaxlite.llm.compiling.step_samples", noted)
-    monkeypatch.setattr("relaxlite.llm.compiling.attachments_of", lambda *_: {})
+    monkeypatch.setattr("relaxlite.llm.compiling.make_attachments", lambda *_: {})
     assert build_checkpoint(small_checkpoint("llama"), validate=True).kernels and asked == [1]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["q4_0", "q5_1"])
 def test_steps_that_only_fill_the_cache_are_validated(kind: str) -> None:
-    module = module_of(quantize_checkpoint(small_checkpoint("llama"), kind), has_fill=True)
+    module = build_step_module(quantize_checkpoint(small_checkpoint("llama"), kind), has_fill=True)
     samples = step_samples(module)
     assert set(samples) == {"main", "fill"}
     assert build(module, validate=samples).kernels
@@ -121,7 +121,7 @@ def test_a_pass_that_changes_what_fills_the_cache_is_found(tmp_path: Path) -> No
     steps = list(default_pipeline())
     at = next(k for k, step in enumerate(steps) if step.name == "decompose")
     steps.insert(at, Pass("broken", broken, "graph"))
-    module = module_of(quantize_checkpoint(small_checkpoint("llama"), "q4_0"), has_fill=True)
+    module = build_step_module(quantize_checkpoint(small_checkpoint("llama"), "q4_0"), has_fill=True)
     context = PassContext(Target.host(), dump_dir=tmp_path)
     with pytest.raises(ValidationError, match=r"^pass broken in fill changes what the module computes, at n=1, ") as e:
         build(module, passes=steps, context=context, validate=step_samples(module))

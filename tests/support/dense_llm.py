@@ -42,11 +42,11 @@ class DenseAttention:
         scale = c.head_width_of(layer) ** -0.5 if c.query_scale is None else c.query_scale
         if k is not None and v is not None:
             self._seen[layer] = self._spread(k), self._spread(v)
-        turned = [d.op("transpose", x, axes=(0, 2, 1, 3)) for x in (q, *self._seen[c.keys_from(layer)])]
+        turned = [d.op("transpose", x, axes=(0, 2, 1, 3)) for x in (q, *self._seen[c.kv_layer_of(layer)])]
         keys = d.op("transpose", turned[1], axes=(0, 1, 3, 2))
         scores = d.op("multiply", d.op("matmul", turned[0], keys), np.float32(scale))
         if c.score_cap is not None:
-            scores = d.capped(scores, c.score_cap)
+            scores = d.soft_cap(scores, c.score_cap)
         scores = d.op("add", scores, self._bias(c.is_local_layer(layer)))
         if c.has_sinks:
             batch, heads, seq, _ = _dims(scores)
@@ -57,7 +57,7 @@ class DenseAttention:
             weights = d.op("slice", weights, (0,) * 4, (batch, heads, seq, seq))
         return d.op("transpose", d.op("matmul", weights, turned[2]), axes=(0, 2, 1, 3))
 
-    def convolved(self, layer: int, x: Expr, weight: Any) -> Expr:
+    def causal_convolution(self, layer: int, x: Expr, weight: Any) -> Expr:
         d, (batch, seq, width) = self.decoder, _dims(x)
         before = d.op("broadcast_to", np.zeros(1, np.float32), (batch, sym(len(weight) - 1), width))
         padded = d.op("concat", before, x, axis=1)
@@ -67,7 +67,7 @@ class DenseAttention:
         )
         return reduce(lambda total, term: d.op("add", total, term), terms)
 
-    def remembered(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
+    def linear_attention(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
         d, (batch, seq, heads, width) = self.decoder, _dims(v)
         net = d.config.states
         assert net is not None

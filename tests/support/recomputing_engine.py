@@ -17,7 +17,7 @@ class RecomputingEngine:
     """
 
     def __init__(self, logits: Callable[[Array], Array], vocab: int, context: int) -> None:
-        self.vocab, self.context, self.fills_coarsely = vocab, context, False
+        self.vocab, self.context, self.has_relaxed_fill = vocab, context, False
         self._logits, self._next = logits, 0
         self._tokens: dict[int, list[int]] = {}
 

@@ -14,8 +14,8 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Expr, Tuple, Var
 from relaxlite.ir.op import get_op, shape_value
 from relaxlite.ir.types import TensorType
-from relaxlite.validation.oracle import Failed, flat, spread_of
-from relaxlite.validation.validator import SURE_RUNS
+from relaxlite.validation.oracle import FailedRun, flatten, measure_rounding_error
+from relaxlite.validation.validator import CONFIRMATION_RUNS
 
 
 def long_sums() -> Iterator[tuple[str, tuple[tuple[int, ...], ...], dict[str, Any], int]]:
@@ -55,9 +55,9 @@ def test_what_large_pictures_and_long_texts_come_to_is_determined(
         bb.result(bb.emit(get_op(name)(*params, *pads, **given)))
     rng = np.random.default_rng(0)
     args = tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes)
-    (value,) = flat(Interpreter(bb.module()).run("main", *args))
-    spread = spread_of(bb.module(), args, (value,), {}, seed=0)
-    assert not isinstance(spread, Failed)
+    (value,) = flatten(Interpreter(bb.module()).run("main", *args))
+    spread = measure_rounding_error(bb.module(), args, (value,), {}, seed=0)
+    assert not isinstance(spread, FailedRun)
     unit = 4 * 2.0**-23 * max(1.0, float(np.abs(value).max()))
     assert spread[0].max() <= unit * (3 + terms / 16)
 
@@ -69,19 +69,19 @@ def counted(count: Var, emit: Callable[[Expr], Var]) -> Expr:
     return ops.cast(emit(ops.divide(steps, np.float32(2))), dtype="int64")
 
 
-@pytest.mark.parametrize("runs", [2, SURE_RUNS])  # of the more, some make equal what is nearly so
+@pytest.mark.parametrize("runs", [2, CONFIRMATION_RUNS])  # of the more, some make equal what is nearly so
 def test_counts_that_are_held_in_floats_are_determined(runs: int) -> None:
     bb = BlockBuilder()
     with bb.function("main", count=TensorType.of((1,), "int64")) as (count,):
         bb.result(bb.emit(counted(count, bb.emit)))
     args = (np.array([1000]),)
-    values = flat(Interpreter(bb.module()).run("main", *args))
+    values = flatten(Interpreter(bb.module()).run("main", *args))
     assert values[0] == 251
-    spread = spread_of(bb.module(), args, values, {}, seed=0, runs=runs)
-    assert not isinstance(spread, Failed) and spread[0] == 0
+    spread = measure_rounding_error(bb.module(), args, values, {}, seed=0, runs=runs)
+    assert not isinstance(spread, FailedRun) and spread[0] == 0
 
 
-@pytest.mark.parametrize("runs", [2, SURE_RUNS])
+@pytest.mark.parametrize("runs", [2, CONFIRMATION_RUNS])
 @pytest.mark.parametrize("total", [lambda x: ops.sum(x, axes=(1,)), lambda x: ops.cumsum(x, axis=1)])
 def test_totals_of_counts_that_are_held_in_floats_are_determined(total: Callable[[Expr], Expr], runs: int) -> None:
     """A speech model adds up how many frames each sound lasts, in floats, and makes as many."""
@@ -91,14 +91,14 @@ def test_totals_of_counts_that_are_held_in_floats_are_determined(total: Callable
         whole = bb.emit(ops.cast(bb.emit(total(frames)), dtype="int64"))
         bb.result(Tuple([whole, bb.emit(total(lengths))]))
     lengths = np.random.default_rng(0).uniform(-0.9, 7, (2, 40)).astype(np.float32)
-    values = flat(Interpreter(bb.module()).run("main", lengths))
-    spread = spread_of(bb.module(), (lengths,), values, {}, seed=0, runs=runs)
-    assert not isinstance(spread, Failed)
+    values = flatten(Interpreter(bb.module()).run("main", lengths))
+    spread = measure_rounding_error(bb.module(), (lengths,), values, {}, seed=0, runs=runs)
+    assert not isinstance(spread, FailedRun)
     assert spread[0].max() == 0
     assert 0 < spread[1].max() < 1e-3
 
 
-@pytest.mark.parametrize("runs", [2, SURE_RUNS])
+@pytest.mark.parametrize("runs", [2, CONFIRMATION_RUNS])
 def test_numbers_from_0_on_that_are_held_in_floats_are_determined(runs: int) -> None:
     """A speech model asks of each frame, by its number, which sound it belongs to."""
     bb = BlockBuilder()
@@ -106,10 +106,10 @@ def test_numbers_from_0_on_that_are_held_in_floats_are_determined(runs: int) -> 
         numbers = bb.emit(ops.arange(np.float32(0), np.float32(1), shape_value((40,))))
         bb.result(bb.emit(ops.less(numbers, count)))
     args = (np.array([17], np.float32),)
-    values = flat(Interpreter(bb.module()).run("main", *args))
+    values = flatten(Interpreter(bb.module()).run("main", *args))
     assert values[0].sum() == 17
-    spread = spread_of(bb.module(), args, values, {}, seed=0, runs=runs)
-    assert not isinstance(spread, Failed)
+    spread = measure_rounding_error(bb.module(), args, values, {}, seed=0, runs=runs)
+    assert not isinstance(spread, FailedRun)
     assert np.flatnonzero(spread[0]).tolist() in ([], [17])  # 17 is given, and may be another number
 
 
@@ -118,8 +118,10 @@ def test_what_is_truncated_of_a_rounded_number_is_not_determined() -> None:
     bb = BlockBuilder()
     with bb.function("main", x=TensorType.of((1,), "float32")) as (x,):
         bb.result(bb.emit(ops.cast(bb.emit(ops.multiply(x, np.float32(30))), dtype="int64")))
-    spread = spread_of(bb.module(), (np.float32([0.1]),), (np.array([3]),), {}, seed=0, runs=SURE_RUNS)
-    assert not isinstance(spread, Failed) and np.isinf(spread[0])
+    spread = measure_rounding_error(
+        bb.module(), (np.float32([0.1]),), (np.array([3]),), {}, seed=0, runs=CONFIRMATION_RUNS
+    )
+    assert not isinstance(spread, FailedRun) and np.isinf(spread[0])
 
 
 def test_the_square_of_a_negative_number_is_determined() -> None:
@@ -128,8 +130,8 @@ def test_the_square_of_a_negative_number_is_determined() -> None:
     with bb.function("main", x=TensorType.of((3,), "float32")) as (x,):
         bb.result(bb.emit(ops.power(x, np.float32(2))))
     x_value = np.float32([-1.7, -0.1, 3])
-    spread = spread_of(bb.module(), (x_value,), (x_value**2,), {}, seed=0)
-    assert not isinstance(spread, Failed) and (spread[0] < 2e-5).all()
+    spread = measure_rounding_error(bb.module(), (x_value,), (x_value**2,), {}, seed=0)
+    assert not isinstance(spread, FailedRun) and (spread[0] < 2e-5).all()
 
 
 def test_the_scale_of_a_dynamic_quantization_is_determined_to_its_last_digits() -> None:
@@ -138,7 +140,7 @@ def test_the_scale_of_a_dynamic_quantization_is_determined_to_its_last_digits() 
     with bb.function("main", x=TensorType.of((4, 32), "float32")) as (x,):
         bb.result(bb.emit(ops.dynamic_quantize_linear(x)))
     x = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
-    values = flat(Interpreter(bb.module()).run("main", x))
-    spread = spread_of(bb.module(), (x,), values, {}, seed=0)
-    assert not isinstance(spread, Failed)
+    values = flatten(Interpreter(bb.module()).run("main", x))
+    spread = measure_rounding_error(bb.module(), (x,), values, {}, seed=0)
+    assert not isinstance(spread, FailedRun)
     assert 0 < float(spread[1]) < 16 * 2.0**-23 * float(values[1])

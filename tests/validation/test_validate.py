@@ -35,11 +35,11 @@ from relaxlite.revalidate import rerun
 from relaxlite.target import Target
 from relaxlite.validation import running, validator
 from relaxlite.validation.difference import compare
-from relaxlite.validation.oracle import Expected, Failed, flat, spread_of
+from relaxlite.validation.oracle import Expected, FailedRun, flatten, measure_rounding_error
 from relaxlite.validation.rounding import Widen
 from relaxlite.validation.running import run_program
 from relaxlite.validation.samples import symbol_values
-from relaxlite.validation.validator import SURE_RUNS, Validator
+from relaxlite.validation.validator import CONFIRMATION_RUNS, Validator
 from tests.support.model_inputs import planes, table
 
 Change = Callable[[IRModule], IRModule]
@@ -266,7 +266,7 @@ def in_tiles(rows: int) -> IRModule:
 def test_multiples_of_32_are_tried_where_no_others_will_do() -> None:
     found = Validator(in_tiles(32)).cases
     assert 32 in {n for case in found for n in case.sample.symbols.values()}
-    assert any(not isinstance(case.before, Failed) for case in found)
+    assert any(not isinstance(case.before, FailedRun) for case in found)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rl.compile(in_tiles(32), validate=True)
@@ -410,8 +410,8 @@ def test_what_rounding_cannot_decide_is_not_compared() -> None:
     module = bb.module()
     args = (np.linspace(-1, 1, 4, dtype=np.float32), np.full(4, 3, np.float32))
     values = tuple(Interpreter(module).run("main", *args))
-    spread = spread_of(module, args, values, {}, seed=0, runs=8)
-    assert not isinstance(spread, Failed)
+    spread = measure_rounding_error(module, args, values, {}, seed=0, runs=8)
+    assert not isinstance(spread, FailedRun)
     exact, place, zeros = spread
     assert (exact < 1e-5).all() and np.isinf(place) and (zeros > 0).any()
     expected = Expected(values, spread)
@@ -438,11 +438,11 @@ def test_one_op_of_a_chain_may_round_less_often(dtype: str) -> None:
     """Where erf rounds to -1, the chain gives -0.0, and gelu, which rounds once, the digits that were lost."""
     x = np.array([-5.6], dtypes.to_numpy(dtype))
     module = gelu_chain(Var("x", TensorType.of((1,), dtype)))
-    (result,) = flat(Interpreter(module).run("main", x))
+    (result,) = flatten(Interpreter(module).run("main", x))
     assert result == 0
     rl.compile(module, validate=[(x,)])
-    spread = spread_of(module, (x,), (result,), {}, seed=0)
-    assert not isinstance(spread, Failed) and 0 < spread[0] < 1e-6
+    spread = measure_rounding_error(module, (x,), (result,), {}, seed=0)
+    assert not isinstance(spread, FailedRun) and 0 < spread[0] < 1e-6
     assert compare((result - result.dtype.type(1e-3),), Expected((result,), spread)) is not None
 
 
@@ -452,9 +452,9 @@ def test_what_an_approximation_loses_may_be_zero() -> None:
     with bb.function("main", x=TensorType.of((2,), "float32")) as (x,):
         bb.result(bb.emit(ops.reciprocal(bb.emit(ops.gelu(x)))))
     module, args = bb.module(), (np.array([-6, -3], np.float32),)
-    values = flat(Interpreter(module).run("main", *args))
-    spread = spread_of(module, args, values, {}, seed=0, runs=SURE_RUNS)
-    assert not isinstance(spread, Failed) and np.isinf(spread[0][0]) and spread[0][1] < 1
+    values = flatten(Interpreter(module).run("main", *args))
+    spread = measure_rounding_error(module, args, values, {}, seed=0, runs=CONFIRMATION_RUNS)
+    assert not isinstance(spread, FailedRun) and np.isinf(spread[0][0]) and spread[0][1] < 1
     infinite, expected = np.float32([-np.inf, values[0][1]]), Expected(values, spread)
     assert compare((infinite,), expected) is None
     assert compare((infinite[[0, 0]],), expected) is not None
@@ -467,9 +467,9 @@ def test_the_mean_of_equal_numbers_may_be_a_little_off() -> None:
     with bb.function("main", x=TensorType.of((2, 40), "float32")) as (x,):
         bb.result(bb.emit(ops.subtract(x, bb.emit(ops.mean(x, axes=(1,), keepdims=True)))))
     module, args = bb.module(), (np.full((2, 40), 0.36851165, np.float32),)
-    values = flat(Interpreter(module).run("main", *args))
-    spread = spread_of(module, args, values, {}, seed=0, runs=SURE_RUNS)
-    assert not isinstance(spread, Failed) and (spread[0] > 2e-8).all() and (spread[0] < 1e-6).all()
+    values = flatten(Interpreter(module).run("main", *args))
+    spread = measure_rounding_error(module, args, values, {}, seed=0, runs=CONFIRMATION_RUNS)
+    assert not isinstance(spread, FailedRun) and (spread[0] > 2e-8).all() and (spread[0] < 1e-6).all()
 
 
 @pytest.mark.parametrize(("terms", "is_certain"), [([-0.999, -0.7490001], False), ([-0.999, -0.7489], True)])
@@ -479,10 +479,10 @@ def test_how_many_different_numbers_there_are_may_hang_on_rounding(terms: list[f
     with bb.function("main", x=TensorType.of((2,), "float32"), y=TensorType.of((2,), "float32")) as (x, y):
         bb.result(bb.emit(TupleGetItem(bb.emit(ops.unique(bb.emit(ops.add(x, y)), sorted=True)), 0)))
     module, args = bb.module(), (np.float32([1, 0.75]), np.float32(terms))
-    values = flat(Interpreter(module).run("main", *args))
+    values = flatten(Interpreter(module).run("main", *args))
     assert len(values[0]) == 2
-    spread = spread_of(module, args, values, {}, seed=0, runs=SURE_RUNS)
-    assert isinstance(spread, Failed) != is_certain
+    spread = measure_rounding_error(module, args, values, {}, seed=0, runs=CONFIRMATION_RUNS)
+    assert isinstance(spread, FailedRun) != is_certain
 
 
 @pytest.mark.parametrize("name", ["l1_norm", "l2_norm", "sum_square", "log_sum", "log_sum_exp"])
@@ -491,12 +491,12 @@ def test_norms_of_equal_numbers_may_be_as_far_off_as_their_sums(name: str) -> No
     with bb.function("main", x=TensorType.of((3, 4096), "float32")) as (x,):
         bb.result(bb.emit(ops.get_op(name)(x, axes=(1,), keepdims=False)))
     module, args = bb.module(), (np.full((3, 4096), 0.6931472, np.float32),)
-    (values,) = flat(Interpreter(module).run("main", *args))
-    spread = spread_of(module, args, (values,), {}, seed=0)
+    (values,) = flatten(Interpreter(module).run("main", *args))
+    spread = measure_rounding_error(module, args, (values,), {}, seed=0)
     terms = {"l1_norm": np.abs, "log_sum": np.abs, "log_sum_exp": np.exp}.get(name, np.square)(args[0][0])
     total = np.add.accumulate(terms)[-1]
     one_by_one = {"l2_norm": np.sqrt, "log_sum": np.log, "log_sum_exp": np.log}.get(name, np.positive)(total)
-    assert not isinstance(spread, Failed) and compare((np.full(3, one_by_one),), Expected((values,), spread)) is None
+    assert not isinstance(spread, FailedRun) and compare((np.full(3, one_by_one),), Expected((values,), spread)) is None
     assert compare((values * np.float32(1.01),), Expected((values,), spread)) is not None
 
 
@@ -505,10 +505,10 @@ def test_a_softmax_of_equal_numbers_may_be_as_far_off_as_their_sum() -> None:
     with bb.function("main", x=TensorType.of((2, 4096), "float32")) as (x,):
         bb.result(bb.emit(ops.softmax(x, axis=-1)))
     module, args = bb.module(), (np.full((2, 4096), 0.3, np.float32),)
-    (values,) = flat(Interpreter(module).run("main", *args))
-    spread = spread_of(module, args, (values,), {}, seed=0, runs=SURE_RUNS)
+    (values,) = flatten(Interpreter(module).run("main", *args))
+    spread = measure_rounding_error(module, args, (values,), {}, seed=0, runs=CONFIRMATION_RUNS)
     one_by_one = np.float32(1) / np.add.accumulate(np.full(4096, np.exp(np.float32(0.3))))[-1] * np.exp(np.float32(0.3))
-    assert not isinstance(spread, Failed)
+    assert not isinstance(spread, FailedRun)
     assert compare((np.full_like(values, one_by_one),), Expected((values,), spread)) is None
     assert compare((values * np.float32(1.01),), Expected((values,), spread)) is not None
 
@@ -519,9 +519,9 @@ def test_whether_a_place_between_elements_reads_the_next_one_hangs_on_rounding()
     with bb.function("main", x=TensorType.of((1, 6), "float32")) as (x,):
         bb.result(bb.emit(ops.resize(x, (1, 6), mode="linear")))
     module, args = bb.module(), (np.float32([[np.nan, 1, 2, 3, 4, 5]]),)
-    values = flat(Interpreter(module).run("main", *args))
-    spread = spread_of(module, args, values, {}, seed=0, runs=SURE_RUNS)
-    assert not isinstance(spread, Failed) and np.isinf(spread[0][0, 1]) and (spread[0][0, 3:] < 1e-4).all()
+    values = flatten(Interpreter(module).run("main", *args))
+    spread = measure_rounding_error(module, args, values, {}, seed=0, runs=CONFIRMATION_RUNS)
+    assert not isinstance(spread, FailedRun) and np.isinf(spread[0][0, 1]) and (spread[0][0, 3:] < 1e-4).all()
     expected = Expected(values, spread)
     assert compare((np.float32([[np.nan, np.nan, 2, 3, 4, 5]]),), expected) is None
     assert compare((np.float32([[np.nan, 1, 2, np.nan, 4, 5]]),), expected) is not None
@@ -544,9 +544,9 @@ def test_a_missing_term_of_a_long_sum_is_found() -> None:
         bb.result(bb.emit(ops.sum(x)))
     module, term = bb.module(), np.float32(0.8515747)
     args = (np.full(2048, term),)
-    (total,) = flat(Interpreter(module).run("main", *args))
-    spread = spread_of(module, args, (total,), {}, seed=0)
-    assert not isinstance(spread, Failed)
+    (total,) = flatten(Interpreter(module).run("main", *args))
+    spread = measure_rounding_error(module, args, (total,), {}, seed=0)
+    assert not isinstance(spread, FailedRun)
     expected, one_by_one = Expected((total,), spread), np.add.accumulate(args[0])[-1]
     assert abs(one_by_one - total) > 100 * np.spacing(total)
     assert compare((np.asarray(one_by_one),), expected) is None

@@ -3,7 +3,7 @@
 Weights are named alike for all checkpoints:
 
     embed [vocab, hidden]    norm [hidden]    head [vocab, hidden]    head_bias [vocab]    positions [context, hidden]
-    layer_embed, layer_project, layer_project_norm: per-layer embeddings (layer_inputs.py)
+    layer_embed, layer_project, layer_project_norm: per-layer embeddings (per_layer_inputs.py)
     layers.K.: attn_norm, q, k, v, o, q_bias, k_bias, v_bias, o_bias, q_norm, k_norm, q_gate, attn_post_norm,
                mlp_norm, gate, up, down, gate_bias, up_bias, down_bias, mlp_post_norm;
                mixture of experts: router [experts, hidden], router_balance [experts], experts.E.(gate, up, down),
@@ -75,29 +75,29 @@ class Weight:
         result = self.data if self.block_format is None else self.grouped().dequantize()
         return result.astype(np.float32).reshape(self.shape)
 
-    def part(self, begin: int, end: int) -> Weight:
+    def row_range(self, begin: int, end: int) -> Weight:
         """Return rows `begin` to `end` as a view."""
-        return self.picked(slice(begin, end), (end - begin, *self.shape[1:]))
+        return self.take_rows(slice(begin, end), (end - begin, *self.shape[1:]))
 
-    def member(self, index: int) -> Weight:
+    def slice_at(self, index: int) -> Weight:
         """Return the weight at `index` along the first axis (one expert, one head) as a view."""
         n = math.prod(self.shape[1:-1])
         if self.block_format is None and isinstance(self.stored, np.ndarray):
             return Weight(self.stored[index], self.shape[1:])
-        return self.picked(slice(index * n, (index + 1) * n), self.shape[1:])
+        return self.take_rows(slice(index * n, (index + 1) * n), self.shape[1:])
 
     @property
     def transposed(self) -> Weight:
         """The transposed matrix as a view; packed rows stay [out, in], whatever the file has."""
         return Weight(self.stored.T, self.shape[::-1]) if isinstance(self.stored, np.ndarray) else self
 
-    def rows(self, order: Array) -> Weight:
+    def reorder_rows(self, order: Array) -> Weight:
         """Return the weight with its rows in another order."""
-        return self.picked(order, self.shape)
+        return self.take_rows(order, self.shape)
 
-    def picked(self, rows: slice | Array, shape: tuple[int, ...]) -> Weight:
+    def take_rows(self, rows: slice | Array, shape: tuple[int, ...]) -> Weight:
         """Select rows, numbered through all experts, and return them as a weight of shape `shape`."""
-        result = self.stored.picked(rows) if isinstance(self.stored, PackedRows) else self.stored[rows]
+        result = self.stored.take_rows(rows) if isinstance(self.stored, PackedRows) else self.stored[rows]
         return Weight(result, shape, self.block_format)
 
 
@@ -141,10 +141,10 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         result["head_bias"] = (c.vocab,)
     if c.has_positions:
         result["positions"] = (c.context, c.hidden)
-    if c.layer_input is not None:
-        all_layers_width = c.layers * c.layer_input
+    if c.per_layer_input is not None:
+        all_layers_width = c.layers * c.per_layer_input
         result |= {"layer_embed": (c.vocab, all_layers_width), "layer_project": (all_layers_width, c.hidden)}
-        result["layer_project_norm"] = (c.layer_input,)
+        result["layer_project_norm"] = (c.per_layer_input,)
     is_biased = c.norm == "layer_biased"
     if is_biased:
         result["norm_bias"] = (c.hidden,)
@@ -156,8 +156,8 @@ def expected_weights(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             | _norms(around_mlp, c.hidden, is_biased)
             | _mlp_weights(c, k)
         )
-        if c.layer_input is not None:
-            layer |= {"input_gate": (c.layer_input, c.hidden), "input_project": (c.hidden, c.layer_input)}
+        if c.per_layer_input is not None:
+            layer |= {"input_gate": (c.per_layer_input, c.hidden), "input_project": (c.hidden, c.per_layer_input)}
             layer["input_norm"] = (c.hidden,)
         if c.has_layer_scale:
             layer["scale"] = (1,)
@@ -187,7 +187,7 @@ def _attention_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...
         result["sinks"] = (c.heads,)
     if c.has_output_gate:
         result["q_gate"] = (queries, c.hidden)
-    absent = ("k", "v") if c.keys_from(layer) != layer else ("v",) if c.is_unvalued(layer) else ()
+    absent = ("k", "v") if c.kv_layer_of(layer) != layer else ("v",) if c.is_k_is_v_layer(layer) else ()
     return {name: shape for name, shape in result.items() if name.partition("_")[0] not in absent}
 
 
@@ -198,13 +198,13 @@ def _latent_weights(c: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]]:
         {} if mla.query_rank is None else {"q_down": (mla.query_rank, c.hidden), "q_down_norm": (mla.query_rank,)}
     )
     result |= {
-        "q": (c.heads * (mla.plain + mla.turned), query_input),
-        "kv_down": (mla.rank + mla.turned, c.hidden),
+        "q": (c.heads * (mla.nope_width + mla.rope_width), query_input),
+        "kv_down": (mla.rank + mla.rope_width, c.hidden),
         "kv_norm": (mla.rank,),
         "o": (c.hidden, c.heads * mla.width),
     }
     for h in range(c.heads):
-        result |= {f"latent_keys.{h}": (mla.rank, mla.plain), f"latent_values.{h}": (mla.width, mla.rank)}
+        result |= {f"latent_keys.{h}": (mla.rank, mla.nope_width), f"latent_values.{h}": (mla.width, mla.rank)}
     if c.has_qkv_bias:
         result |= {f"{name}_bias": result[name][:1] for name in ("q_down", "kv_down") if name in result}
     if c.has_o_bias:
@@ -272,10 +272,10 @@ def _mlp_weights(config: DecoderConfig, layer: int) -> dict[str, tuple[int, ...]
             result |= {f"{name}_bias": shape[:1] for name, shape in result.items()}
         return result
     result = {"router": (experts.count, config.hidden)}
-    if experts.is_beside:
+    if experts.has_dense_mlp:
         norms = ("router_norm", "experts_norm", "experts_post_norm", "dense_post_norm")
         result |= gated("", config.intermediate_of(layer)) | {name: (config.hidden,) for name in norms}
-    if experts.has_scales:
+    if experts.has_output_scales:
         result["experts_scale"] = (experts.count,)
     for e in range(experts.count):
         result |= gated(f"experts.{e}.", experts.intermediate)
@@ -311,7 +311,7 @@ def split_fused(
             )
         at = 0
         for part, count in zip(parts, counts, strict=True):
-            result[f"{begin}.{part}"] = weight.part(at, at + count)
+            result[f"{begin}.{part}"] = weight.row_range(at, at + count)
             at += count
     return result
 
@@ -330,11 +330,11 @@ def _split_experts(config: DecoderConfig, weights: Mapping[str, Weight], source:
                 f"{config.experts.count} experts"
             )
         del result[name]
-        result |= {f"{begin}.{e}.{kind}": weight.member(e) for e in range(config.experts.count)}
+        result |= {f"{begin}.{e}.{kind}": weight.slice_at(e) for e in range(config.experts.count)}
     return result
 
 
-def in_halves(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
+def deinterleave_rotary(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
     """Permute the rows of queries and keys from interleaved to half-split rotary embeddings.
 
     Pairs of elements that are rotated together lie side by side in the checkpoint; here the first elements of all pairs
@@ -349,7 +349,7 @@ def in_halves(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str,
         for k in range(config.layers):
             for name in (f"layers.{k}.{kind}", f"layers.{k}.{kind}_bias"):
                 if name in result:
-                    result[name] = result[name].rows(order)
+                    result[name] = result[name].reorder_rows(order)
     return result
 
 

@@ -103,26 +103,26 @@ _SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts: `count` gated MLPs, of which each token uses `chosen` (Shazeer et al., arXiv 1701.06538).
+    """A mixture of experts: `count` gated MLPs, of which each token uses `top_k` (Shazeer et al., arXiv 1701.06538).
 
-    The router's scores are a softmax over all experts or a sigmoid of each. The `chosen` experts of
+    The router's scores are a softmax over all experts or a sigmoid of each. The `top_k` experts of
     highest score are weighted by their scores, with `is_normed` divided by the sum of these, then
     multiplied by `scale`.
 
     `is_balanced`: a bias per expert is added to the scores for the choice only (DeepSeek-V3, arXiv
-    2412.19437). `groups`: experts are chosen among the `chosen_groups` groups whose two highest scores
+    2412.19437). `groups`: experts are chosen among the `top_k_groups` groups whose two highest scores
     have the largest sum.
 
     `shared`: the width of an expert that all tokens use; `has_shared_gate`: its result is multiplied by a
-    sigmoid gate. `has_bias`: of the router and all matrices of experts. `has_scales`: an expert's result
+    sigmoid gate. `has_bias`: of the router and all matrices of experts. `has_output_scales`: an expert's result
     is multiplied by a learned number.
 
-    `is_beside`: the layer has a dense MLP as well. MLP, experts and router have a norm each of the same
+    `has_dense_mlp`: the layer has a dense MLP as well. MLP, experts and router have a norm each of the same
     input, and the normed results of MLP and experts are added (Gemma 4).
     """
 
     count: int
-    chosen: int
+    top_k: int
     intermediate: int
     is_normed: bool
     shared: int | None = None
@@ -132,10 +132,10 @@ class Experts:
     scores: Scores = "softmax"
     is_balanced: bool = False
     groups: int = 1
-    chosen_groups: int = 1
+    top_k_groups: int = 1
     scale: float = 1.0
-    is_beside: bool = False
-    has_scales: bool = False
+    has_dense_mlp: bool = False
+    has_output_scales: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,18 +180,18 @@ class StateLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
+class LatentAttention:
     """Multi-head latent attention (MLA): keys and values of all heads are projections of one cached vector (latent.py).
 
-    `rank`: width of the vector. `plain`, `turned`: numbers of elements of a head's queries and keys
+    `rank`: width of the vector. `nope_width`, `rope_width`: numbers of elements of a head's queries and keys
     without and with rotary embedding; all heads share the latter of the keys. `width`: of a head's
     values. `query_rank`: width of the vector that queries are projected from, None if from the hidden
     state. `norm_epsilon`: of the norms of both vectors.
     """
 
     rank: int
-    plain: int
-    turned: int
+    nope_width: int
+    rope_width: int
     width: int
     query_rank: int | None
     norm_epsilon: float
@@ -202,7 +202,7 @@ class DecoderConfig:
     """Hyperparameters of a decoder: token embedding, `layers` times (token mixer, MLP or experts), norm, logits.
 
     Heads are `head_width` wide; `kv_heads` of them have keys and values. `context`: the maximum number of
-    tokens; `usual_context`: the default, if a longer one costs accuracy. `layer_input`: the width of
+    tokens; `default_context`: the default, if a longer one costs accuracy. `per_layer_input`: the width of
     per-layer embeddings.
     """
 
@@ -238,7 +238,7 @@ class DecoderConfig:
     has_output_gate: bool = False  # attention's output times the sigmoid of a projection
     has_sinks: bool = False  # attention sinks: a learned score per head in the softmax, with a value of 0
     query_scale: float | None = None  # None: head_width**-0.5
-    query_growth: tuple[float, int] | None = None  # (a, n): at position p times 1 + a * ln(1 + p // n)
+    query_log_scaling: tuple[float, int] | None = None  # (a, n): at position p times 1 + a * ln(1 + p // n)
     embedding_scale: float | None = None
     residual_scale: float | None = None  # of the outputs of attention and MLP, before the residual is added
     score_cap: float | None = None  # soft cap of attention scores: c * tanh(scores / c)
@@ -247,19 +247,19 @@ class DecoderConfig:
     local_rope: Rope | None = None  # of local layers, where it differs
     local_head_width: int | None = None  # of local layers, where it differs
     local_kv_heads: int | None = None  # of local layers, where they differ
-    keys_of: tuple[int, ...] = ()  # by layer, the layer whose keys and values it reads; empty: its own
-    unvalued: tuple[bool, ...] = ()  # by layer, whether values are the keys before their norm; empty: none
+    kv_shared_from: tuple[int, ...] = ()  # by layer, the layer whose keys and values it reads; empty: its own
+    k_is_v_layers: tuple[bool, ...] = ()  # by layer, whether values are the keys before their norm; empty: none
     intermediates: tuple[int, ...] = ()  # by layer; empty: all have `intermediate`
-    layer_input: int | None = None
+    per_layer_input: int | None = None
     has_layer_scale: bool = False  # the residual stream behind a layer is multiplied by a learned number
-    unturned: tuple[bool, ...] = ()  # by layer, whether it has no rotary embedding; empty: none
+    nope_layers: tuple[bool, ...] = ()  # by layer, whether it has no rotary embedding; empty: none
     logit_divisor: float | None = None
     logit_cap: float | None = None  # soft cap of logits: c * tanh(logits / c)
-    usual_context: int | None = None
+    default_context: int | None = None
     experts: Experts | None = None
     convolutions: Convolutions | None = None
     states: StateLayers | None = None
-    latent: Latent | None = None  # the cached vectors are one head of keys, `head_width` wide
+    latent: LatentAttention | None = None  # the cached vectors are one head of keys, `head_width` wide
 
     def mixing(self, layer: int) -> Mixing:
         """Return the kind of token mixer of a layer."""
@@ -274,9 +274,9 @@ class DecoderConfig:
             return False
         return self.is_local[layer] if self.is_local else True
 
-    def keys_from(self, layer: int) -> int:
+    def kv_layer_of(self, layer: int) -> int:
         """Return the layer whose keys and values a layer reads: itself unless they are shared."""
-        return self.keys_of[layer] if self.keys_of else layer
+        return self.kv_shared_from[layer] if self.kv_shared_from else layer
 
     def head_width_of(self, layer: int) -> int:
         return self.local_head_width or self.head_width if self.is_local_layer(layer) else self.head_width
@@ -287,9 +287,9 @@ class DecoderConfig:
     def kv_heads_of(self, layer: int) -> int:
         return self.local_kv_heads or self.kv_heads if self.is_local_layer(layer) else self.kv_heads
 
-    def is_unvalued(self, layer: int) -> bool:
+    def is_k_is_v_layer(self, layer: int) -> bool:
         """Return whether a layer uses its keys as values (K-is-V)."""
-        return bool(self.unvalued) and self.unvalued[layer]
+        return bool(self.k_is_v_layers) and self.k_is_v_layers[layer]
 
     def intermediate_of(self, layer: int) -> int:
         return self.intermediates[layer] if self.intermediates else self.intermediate
@@ -302,6 +302,6 @@ class DecoderConfig:
 
     def rope_of(self, layer: int) -> Rope | None:
         """Return the rotary embedding of a layer; None for a NoPE layer."""
-        if self.unturned and self.unturned[layer]:
+        if self.nope_layers and self.nope_layers[layer]:
             return None
         return self.local_rope if self.local_rope is not None and self.is_local_layer(layer) else self.rope

@@ -24,7 +24,7 @@ def delta_net(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
 
     # operands of the state, whose rounding errors reach all later tokens: never in relaxed precision
     qkv, alpha, beta = (d.linear(f"{name}_{part}", x, is_cached=True) for part in ("qkv", "alpha", "beta"))
-    mixed = mix.convolved(k, qkv, np.ascontiguousarray(d.vector(f"{name}_conv").T))
+    mixed = mix.causal_convolution(k, qkv, np.ascontiguousarray(d.vector(f"{name}_conv").T))
     mixed = d.silu(mixed)
     keys = c.key_heads * c.key_width
     query, key = (d.channels(mixed, first, c.key_heads, c.key_width) for first in (0, keys))
@@ -37,7 +37,7 @@ def delta_net(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
     )
     step = d.op("softplus", d.op("add", alpha, d.vector(f"{name}_step")))
     decay = d.op("multiply", step, d.vector(f"{name}_rate"))
-    result = mix.remembered(k, query, key, value, decay, d.op("sigmoid", beta))
+    result = mix.linear_attention(k, query, key, value, decay, d.op("sigmoid", beta))
     normed = d.op("rms_norm", result, d.vector(f"{name}_scale"), epsilon=d.config.norm_epsilon)
     gate = d.linear(f"{name}_gate", x)
     flat = d.op("reshape", normed, (*lead, c.heads * c.width))

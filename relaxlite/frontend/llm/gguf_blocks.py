@@ -14,7 +14,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.frontend.llm import gguf_grids as grids
-from relaxlite.frontend.llm.quantized import MXFP4, GroupedWeight, GroupScales, mxfp4_scales, scale_of_groups
+from relaxlite.frontend.llm.quantized import MXFP4, GroupedWeight, GroupScales, mxfp4_scales, repeat_scale
 from relaxlite.ir.ops.block_codes import Coding
 from relaxlite.records import dataclass
 
@@ -147,12 +147,12 @@ def _iq4_xs(blocks: Array) -> _Parts:
 
 
 def _q1_0(blocks: Array) -> _Parts:
-    return np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), scale_of_groups(_half(blocks, 0), 4), None
+    return np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), repeat_scale(_half(blocks, 0), 4), None
 
 
 def _q2_0(blocks: Array) -> _Parts:
     codes = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
-    return codes, scale_of_groups(_half(blocks, 0), 2), None
+    return codes, repeat_scale(_half(blocks, 0), 2), None
 
 
 def _mxfp4(blocks: Array) -> _Parts:

@@ -15,13 +15,13 @@ from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
 from relaxlite.frontend.llm.architectures.base import Architecture
 from relaxlite.frontend.llm.architectures.weight_names import GGUF_LAYER, GGUF_WHOLE, layer_names
-from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, in_halves, split_fused
+from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, deinterleave_rotary, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig, Rope
 from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
 from relaxlite.frontend.llm.gguf_format import TensorInfo, read_parts
 from relaxlite.frontend.llm.gguf_tokenizer import read_tokenizer
 from relaxlite.frontend.llm.hf_generation import are_tokens
-from relaxlite.frontend.llm.quantized import GroupedWeight, GroupScales, PackedRows, Rows
+from relaxlite.frontend.llm.quantized import GroupedWeight, GroupScales, PackedRows, RowIndex
 
 _DIVISORS = {"all": "rope_freqs.weight", "short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -61,7 +61,7 @@ def read_gguf(path: str | os.PathLike[str]) -> Checkpoint:
     weights = split_fused(config, weights, architecture.fused, source)
     check_weights(config, weights, source)
     if architecture.is_interleaved:
-        weights = in_halves(weights, config)
+        weights = deinterleave_rotary(weights, config)
     fields = {key: raw.get(f"general.{key}") for key in _PROVENANCE}
     provenance = {"source": os.path.basename(source)} | {key: str(value) for key, value in fields.items() if value}
     return Checkpoint(config, weights, read_tokenizer(raw, source), provenance, _generation(raw, source))
@@ -160,7 +160,7 @@ def _scale_rows(weight: Weight, factors: np.ndarray[Any, Any] | None) -> Weight:
     row_factors = np.repeat(factors, len(stored) // len(factors))
     block = BLOCK_FORMATS[str(weight.block_format)]
 
-    def read(rows: Rows) -> GroupedWeight:
+    def read(rows: RowIndex) -> GroupedWeight:
         result = block.unpack(stored[rows])
         return replace(result, scales=GroupScales(result.scales.to_float32() * row_factors[rows, None]))
 

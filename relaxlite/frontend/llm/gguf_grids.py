@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.llm.quantized import GroupScales, neighbours, scale_of_groups
+from relaxlite.frontend.llm.quantized import GroupScales, repeat_scale, unpack_nibbles
 from relaxlite.ir.ops.block_codes import Coding
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -115,7 +115,7 @@ def iq2_xs(blocks: Array) -> _Parts:
     packed = _view(blocks, 2, 66, "<u2")
     return (
         _with_bit(_grid("IQ2_XS")[packed & 511], _parities()[packed >> 9], IQ2),
-        _odd_scales(neighbours(blocks[:, 66:]), blocks, 1),
+        _odd_scales(unpack_nibbles(blocks[:, 66:]), blocks, 1),
         None,
     )
 
@@ -126,7 +126,7 @@ def iq2_s(blocks: Array) -> _Parts:
     rows = blocks[:, 2:34] | high << np.uint16(8)
     return (
         _with_bit(_grid("IQ2_S")[rows], _bits(blocks[:, 34:66]), IQ2),
-        _odd_scales(neighbours(blocks[:, 74:]), blocks, 1),
+        _odd_scales(unpack_nibbles(blocks[:, 74:]), blocks, 1),
         None,
     )
 
@@ -144,7 +144,7 @@ def iq3_s(blocks: Array) -> _Parts:
     magnitudes = _grid("IQ3_S")[blocks[:, 2:66] | high << np.uint16(8)].reshape(-1, 32, 8)
     return (
         _with_bit(magnitudes, _bits(blocks[:, 74:106]), IQ3_S),
-        _odd_scales(neighbours(blocks[:, 106:]), blocks, 8),
+        _odd_scales(unpack_nibbles(blocks[:, 106:]), blocks, 8),
         None,
     )
 
@@ -163,7 +163,7 @@ def iq1_m(blocks: Array) -> _Parts:
     packed = _view(blocks, 48, 56, "<u2")
     d = ((packed >> 12) << np.array([0, 4, 8, 12], np.uint16)).sum(axis=1, dtype=np.uint16)
     scales = (packed[..., None] >> np.uint16(3) * _FOUR & np.uint16(7)).reshape(-1, 16)
-    high = neighbours(blocks[:, 32:48])
+    high = unpack_nibbles(blocks[:, 32:48])
     digits = _grid("IQ1_M")[blocks[:, :32] | (high & 7).astype(np.uint16) << np.uint16(8)]
     return _with_bit(digits, (high >> 3)[..., None], IQ1), _odd_scales_of(scales, d.view(np.float16)[:, None], 1), None
 
@@ -181,7 +181,7 @@ def tq1_0(blocks: Array) -> _Parts:
     fractions = np.concatenate([digits(0, 32, 5), digits(32, 48, 5), digits(48, 52, 4)], axis=1)
     return (
         (fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8),
-        scale_of_groups(_view(blocks, 52, 54, "<f2"), 8),
+        repeat_scale(_view(blocks, 52, 54, "<f2"), 8),
         None,
     )
 
@@ -189,4 +189,4 @@ def tq1_0(blocks: Array) -> _Parts:
 def tq2_0(blocks: Array) -> _Parts:
     """Decode TQ2_0."""
     codes = blocks[:, :64].reshape(-1, 2, 1, 32) >> 2 * _FOUR[:, None] & 3
-    return codes, scale_of_groups(_view(blocks, 64, 66, "<f2"), 8), None
+    return codes, repeat_scale(_view(blocks, 64, 66, "<f2"), 8), None

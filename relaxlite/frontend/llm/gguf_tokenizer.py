@@ -16,7 +16,7 @@ import numpy as np
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.checkpoint import TokenizerData
-from relaxlite.frontend.llm.pre_tokenizers import PRE_TOKENIZERS, usual_name
+from relaxlite.frontend.llm.pre_tokenizers import PRE_TOKENIZERS, default_pre_tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # token types
 # Tokens that end a reply, whatever end token a file names, and whatever type it gives them.
@@ -130,7 +130,7 @@ class _Fields:
         """The pre-tokenizer; GPT-2's with a warning if neither the file nor its architecture names one."""
         kind = self._raw.get("tokenizer.ggml.pre", "default")
         if kind == "default":
-            kind = usual_name(self.architecture, self.token_ids) or kind
+            kind = default_pre_tokenizer(self.architecture, self.token_ids) or kind
         if kind == "default":
             warnings.warn(
                 f"{self._source}: tokenizer.ggml.pre does not say how text is parted into words; it is parted as for "

@@ -17,11 +17,11 @@ from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures import Hyperparameters, find_architecture
 from relaxlite.frontend.llm.architectures.base import Architecture
 from relaxlite.frontend.llm.architectures.weight_names import HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE, layer_names
-from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, in_halves, split_fused
+from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight, check_weights, deinterleave_rotary, split_fused
 from relaxlite.frontend.llm.config import DecoderConfig
 from relaxlite.frontend.llm.hf_generation import generation_defaults
-from relaxlite.frontend.llm.hf_json import foreign, read_json
-from relaxlite.frontend.llm.hf_quantized import DTYPES, quantization_of, without_empty_biases
+from relaxlite.frontend.llm.hf_json import describe_foreign_file, read_json
+from relaxlite.frontend.llm.hf_quantized import DTYPES, drop_zero_biases, read_quantization
 from relaxlite.frontend.llm.hf_tokenizer import read_tokenizer
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -50,10 +50,10 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
     raw = read_json(folder / "config.json", needed=True)
     source = str(folder)
     config, architecture = describe(raw, source)
-    quantization = quantization_of(_text_config(raw), source)
+    quantization = read_quantization(_text_config(raw), source)
     tensors = _tensors(folder, () if quantization is None else quantization.method.kinds)
     if quantization is not None:
-        tensors = quantization.assembled(tensors, source)
+        tensors = quantization.assemble(tensors, source)
     mtp_prefixes = _mtp_prefixes(_text_config(raw), architecture, config)
     decoder_tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(mtp_prefixes)}
     weights = _renamed(decoder_tensors, architecture, config, source)
@@ -64,10 +64,10 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
             config = replace(config, is_tied=False)  # as in transformers since version 5
     weights = split_fused(config, weights, architecture.fused, source)
     if quantization is not None:
-        weights = without_empty_biases(weights, config)
+        weights = drop_zero_biases(weights, config)
     check_weights(config, weights, source)
     if architecture.is_interleaved_in_folders:
-        weights = in_halves(weights, config)
+        weights = deinterleave_rotary(weights, config)
     provenance = {"source": folder.resolve().name, **_model_card(folder)}
     if quantization is not None:
         provenance["quantized"] = quantization.method.name
@@ -79,7 +79,7 @@ def read_folder(path: str | os.PathLike[str]) -> Checkpoint:
 def describe(raw: Mapping[str, Any], source: str) -> tuple[DecoderConfig, Architecture]:
     """Return configuration and architecture of a config.json. Raises ImportModelError for an unknown architecture."""
     raw = _text_config(raw)
-    quantization_of(raw, source)  # an unknown quantization is reported before an unknown architecture
+    read_quantization(raw, source)  # an unknown quantization is reported before an unknown architecture
     architecture = find_architecture(str(raw.get("model_type", "")), source)
     own_keys = {usual: own for own, usual in _KEYS.items() if own in raw and raw.get(usual) is None}
     own_keys |= {
@@ -160,7 +160,7 @@ def read_safetensors(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Weigh
         return result
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"a damaged or truncated safetensors file: {error}"
-        raise ImportModelError(f"{path}: {foreign(path) or problem}") from error
+        raise ImportModelError(f"{path}: {describe_foreign_file(path) or problem}") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def _renamed(
         if ours.endswith("norm"):
             weight = _add_offset(weight, architecture.norm_offset)
         elif ours.endswith("shared_router") and weight.shape[:1] == (1,):
-            weight = weight.member(0)
+            weight = weight.slice_at(0)
         elif ours.rpartition(".")[2] in architecture.transposed and len(weight.shape) == 2:
             weight = weight.transposed
         result[ours] = weight

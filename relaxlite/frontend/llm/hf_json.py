@@ -22,7 +22,7 @@ def read_json(path: Path, *, needed: bool = False) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text("utf-8-sig"))
     except (ValueError, OSError, RecursionError) as error:
-        raise ImportModelError(f"{path}: cannot be read: {foreign(path) or error}") from error
+        raise ImportModelError(f"{path}: cannot be read: {describe_foreign_file(path) or error}") from error
     if not isinstance(result, dict):
         raise ImportModelError(f"{path}: no JSON object")
     return result
@@ -35,7 +35,7 @@ def _missing_hint(folder: Path) -> str:
     return "a Hugging Face folder has one"
 
 
-def foreign(path: Path) -> str | None:
+def describe_foreign_file(path: Path) -> str | None:
     """Describe the format of a file that has not the expected one; None if it is not recognized."""
     try:
         with path.open("rb") as file:

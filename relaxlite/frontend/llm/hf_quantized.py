@@ -20,13 +20,13 @@ from relaxlite.frontend.llm.config import DecoderConfig
 from relaxlite.frontend.llm.integer_codes import (
     gptq_layout,
     read_awq,
+    read_bitsandbytes_int8,
+    read_compressed_int8,
     read_gptq,
-    read_int8,
-    read_packed,
-    read_scaled_bytes,
+    read_packed_integers,
 )
-from relaxlite.frontend.llm.quantized_module import FLOATS, Module
-from relaxlite.frontend.llm.small_floats import E4M3, E5M2, read_4bit, read_fp8, read_packed_floats
+from relaxlite.frontend.llm.quantized_module import FLOATS, QuantizedModule
+from relaxlite.frontend.llm.small_floats import E4M3, E5M2, read_bitsandbytes_4bit, read_fp8, read_packed_fp4
 from relaxlite.records import dataclass
 
 _INTEGERS = {"I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
@@ -54,7 +54,7 @@ class QuantizationMethod:
     name: str
     kinds: tuple[str, ...]
     parts: tuple[str, ...] = ()
-    read: Callable[[Module], Weight] | None = None
+    read: Callable[[QuantizedModule], Weight] | None = None
     ignored_parts: tuple[str, ...] = ()
     unsupported: Callable[[Mapping[str, Any]], str | None] = _no_problem
     of_architectures: tuple[str, ...] = ()
@@ -103,18 +103,18 @@ def _mappings(groups: Any) -> list[Mapping[str, Any]]:
     return [value for value in values if isinstance(value, Mapping)]
 
 
-def _read_compressed(module: Module) -> Weight:
+def _read_compressed(module: QuantizedModule) -> Weight:
     """Decode the weight of a module of compressed-tensors, by its tensors."""
     packed, weight = module.parts.get("weight_packed"), module.parts.get("weight")
     if packed is not None and packed.dtype == np.int32:
-        return read_packed(module)
+        return read_packed_integers(module)
     if weight is not None and weight.dtype == np.int8:
-        return read_scaled_bytes(module)
+        return read_compressed_int8(module)
     zeros = module.parts.get("weight_zero_point")
     if zeros is not None and zeros.astype(np.float32).any():
         raise module.error("weight_zero_point must be 0 where weights are floats")
     if packed is not None:
-        return read_packed_floats(module)
+        return read_packed_fp4(module)
     groups = module.settings.get("config_groups")
     schemes = [group.get("weights") for group in _mappings(groups)]
     blocks = [scheme.get("block_structure") for scheme in schemes if isinstance(scheme, Mapping)]
@@ -122,10 +122,14 @@ def _read_compressed(module: Module) -> Weight:
     return read_fp8(replace(module, settings={"weight_block_size": block}))
 
 
-def _read_bitsandbytes(module: Module) -> Weight:
+def _read_bitsandbytes(module: QuantizedModule) -> Weight:
     """Decode the weight of a module of bitsandbytes: LLM.int8 or 4 bits."""
     weight = module.parts.get("weight")
-    return read_int8(module) if weight is not None and weight.dtype == np.int8 else read_4bit(module)
+    return (
+        read_bitsandbytes_int8(module)
+        if weight is not None and weight.dtype == np.int8
+        else read_bitsandbytes_4bit(module)
+    )
 
 
 _ACTIVATION_SCALES = (
@@ -182,7 +186,7 @@ class Quantization:
     method: QuantizationMethod
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def assembled(self, tensors: Mapping[str, Weight], source: str) -> dict[str, Weight]:
+    def assemble(self, tensors: Mapping[str, Weight], source: str) -> dict[str, Weight]:
         """Replace the tensors of each quantized module by one weight.
 
         Raises ImportModelError if the tensors of a module do not fit together, or an integer tensor belongs to no
@@ -203,7 +207,7 @@ class Quantization:
                 weights[f"{name}.weight"] = parts["weight"]
                 continue
             arrays = {part: weight.data for part, weight in parts.items()}
-            module = Module(source, name, self.method.name, self.settings, arrays)
+            module = QuantizedModule(source, name, self.method.name, self.settings, arrays)
             if f"{name}.weight" in weights:
                 raise module.error("there is a weight that is not quantized, too")
             weights[f"{name}.weight"] = self.method.read(module)
@@ -216,7 +220,7 @@ class Quantization:
         return weights
 
 
-def quantization_of(raw: Mapping[str, Any], source: str) -> Quantization | None:
+def read_quantization(raw: Mapping[str, Any], source: str) -> Quantization | None:
     """Return the quantization of the weights by a config.json; None if they are not quantized.
 
     Raises ImportModelError for a method or settings that are not supported.
@@ -244,7 +248,7 @@ def quantization_of(raw: Mapping[str, Any], source: str) -> Quantization | None:
     return Quantization(method, options)
 
 
-def without_empty_biases(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
+def drop_zero_biases(weights: Mapping[str, Weight], config: DecoderConfig) -> dict[str, Weight]:
     """Drop zero biases that the architecture does not have: some releases of AutoGPTQ write one for each module."""
     expected = expected_weights(config)
     return {

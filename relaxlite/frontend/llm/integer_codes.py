@@ -19,8 +19,8 @@ import numpy as np
 
 from relaxlite.dtypes import to_numpy
 from relaxlite.frontend.llm.checkpoint import Weight
-from relaxlite.frontend.llm.quantized import GroupedWeight, GroupScales, PackedRows, Rows, neighbours
-from relaxlite.frontend.llm.quantized_module import FLOATS, Module, in_floats, peak_of
+from relaxlite.frontend.llm.quantized import GroupedWeight, GroupScales, PackedRows, RowIndex, unpack_nibbles
+from relaxlite.frontend.llm.quantized_module import FLOATS, QuantizedModule, float_weight, max_magnitude
 from relaxlite.ir.ops.block_codes import BIT_PLANES, Coding, fills_words
 from relaxlite.records import dataclass
 
@@ -33,7 +33,7 @@ _GPTQ_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # a 1 in each code o
 
 
 @dataclass(frozen=True, slots=True)
-class Integers:
+class IntegerWeight:
     """An integer weight [n, k] with scales and zero points.
 
     `codes`: decodes some rows to uint8. `scales` [n, groups]. `zeros`: uint8 [n, groups], or the zero point of all
@@ -42,7 +42,7 @@ class Integers:
 
     shape: tuple[int, int]
     bits: int
-    codes: Callable[[Rows], Array]
+    codes: Callable[[RowIndex], Array]
     scales: Array
     zeros: Array | int
     groups: Array
@@ -56,9 +56,9 @@ class Integers:
                 if self.shape[1] % block == 0 and (groups[::block] == groups.reshape(-1, block).T).all():
                     read = self._grouped(groups[::block], order)
                     return Weight(PackedRows.of(self.shape[0], self.nbytes, read), self.shape, method)
-        return in_floats(self.shape, peak_of(self.scales) * (1 << self.bits), self.nbytes, self._dequantized)
+        return float_weight(self.shape, max_magnitude(self.scales) * (1 << self.bits), self.nbytes, self._dequantized)
 
-    def _grouped(self, groups: Array, order: Array | None) -> Callable[[Rows], GroupedWeight]:
+    def _grouped(self, groups: Array, order: Array | None) -> Callable[[RowIndex], GroupedWeight]:
         """Make the function that decodes rows; `groups` are the groups of blocks, `order` the order of columns.
 
         Scales are float16 or bfloat16 without factors where they fit and there is one zero point.
@@ -73,7 +73,7 @@ class Integers:
         is_even = len(groups) % count == 0 and np.array_equal(groups, np.arange(count).repeat(len(groups) // count))
         factor_groups = np.arange(count) if is_even else groups
 
-        def read(rows: Rows) -> GroupedWeight:
+        def read(rows: RowIndex) -> GroupedWeight:
             codes, row_scales = self.codes(rows), scales[rows]
             codes = codes if order is None else codes[:, order]
             if isinstance(self.zeros, int) and scales.dtype != np.float32:
@@ -111,7 +111,7 @@ def gptq_layout(settings: Mapping[str, Any]) -> str:
     return str(settings.get("checkpoint_format", settings.get("format")) or "gptq")
 
 
-def read_gptq(module: Module) -> Weight:
+def read_gptq(module: QuantizedModule) -> Weight:
     """Decode a GPTQ weight, with bits of 2, 3, 4 or 8.
 
     qweight int32 [k * bits / 32, n]: the codes of a column from the lowest bit on; qzeros int32 [groups, n * bits /
@@ -135,13 +135,13 @@ def read_gptq(module: Module) -> Weight:
     if is_less_one and bits == 3:
         zeros = zeros + np.uint8(1)
 
-    def codes(rows: Rows) -> Array:
+    def codes(rows: RowIndex) -> Array:
         return _unpack(np.ascontiguousarray(packed_codes[:, rows].T), bits)
 
     return _weight(module, (n, k), bits, codes, scales.T, _shared_zero(zeros), "g_idx")
 
 
-def read_awq(module: Module) -> Weight:
+def read_awq(module: QuantizedModule) -> Weight:
     """Decode an AWQ weight.
 
     qweight int32 [k, n / 8] and qzeros int32 [groups, n / 8]: nibbles of columns in the order 0, 2, 4, 6, 1, 3, 5, 7;
@@ -154,7 +154,7 @@ def read_awq(module: Module) -> Weight:
         raise module.error(f"AWQ has 4 bits, so that scales must have {8 * count} columns, and qzeros {count}")
     nibbles = np.arange(n) // 8 * 8 + np.resize(_AWQ_NIBBLES, n)
 
-    def columns(nibble_pairs: Array, rows: Rows) -> Array:
+    def columns(nibble_pairs: Array, rows: RowIndex) -> Array:
         row_nibbles = nibbles[rows]
         return np.ascontiguousarray(
             (nibble_pairs[:, row_nibbles // 2] >> (row_nibbles % 2 * 4).astype(np.uint8) & 15).T
@@ -165,7 +165,7 @@ def read_awq(module: Module) -> Weight:
     return _weight(module, (n, k), 4, lambda rows: columns(pairs, rows), scales.T, zeros, None)
 
 
-def read_packed(module: Module) -> Weight:
+def read_packed_integers(module: QuantizedModule) -> Weight:
     """Decode a weight of compressed-tensors in packed int32.
 
     weight_packed int32 [n, k * bits / 32]: the codes of a row; weight_scale [n, groups]; weight_zero_point: packed
@@ -182,20 +182,20 @@ def read_packed(module: Module) -> Weight:
     if "weight_zero_point" in module.parts:
         stored_zeros = module.part("weight_zero_point", ("int32", "int8"))
         if stored_zeros.dtype == np.int32:
-            module.need("weight_zero_point", (-(-n * bits // _INT32_BITS), scales.shape[1]))
+            module.check_shape("weight_zero_point", (-(-n * bits // _INT32_BITS), scales.shape[1]))
             result = _unpack(np.ascontiguousarray(stored_zeros.T), bits)[:, :n].T
         else:
-            module.need("weight_zero_point", scales.shape)
+            module.check_shape("weight_zero_point", scales.shape)
             result = (stored_zeros.astype(np.int16) + half).astype(np.uint8)
         zeros = _shared_zero(result)
 
-    def codes(rows: Rows) -> Array:
+    def codes(rows: RowIndex) -> Array:
         return _unpack(np.ascontiguousarray(packed[rows]), bits)[:, :k]
 
     return _weight(module, (n, k), bits, codes, scales, zeros, "weight_g_idx")
 
 
-def read_bytes(module: Module, scales: Array) -> Weight:
+def read_int8_codes(module: QuantizedModule, scales: Array) -> Weight:
     """Decode weight int8 [n, k] with `scales` [n, groups] and, where present, weight_zero_point int8 [n, groups]."""
     weight = module.part("weight", ("int8",))
     n, k = weight.shape
@@ -207,32 +207,32 @@ def read_bytes(module: Module, scales: Array) -> Weight:
             raise module.error(f"weight_zero_point must have a number for each of weight_scale, {scales.shape}")
         zeros = _shared_zero(np.resize(stored_zeros, scales.shape).view(np.uint8) ^ 128)
 
-    def codes(rows: Rows) -> Array:
+    def codes(rows: RowIndex) -> Array:
         return weight[rows].view(np.uint8) ^ np.uint8(128)
 
     return _weight(module, (n, k), 8, codes, scales, zeros, "weight_g_idx")
 
 
-def read_int8(module: Module) -> Weight:
+def read_bitsandbytes_int8(module: QuantizedModule) -> Weight:
     """Decode a weight of bitsandbytes: weight int8 [n, k], SCB float32 [n], 127 times the scale of a row."""
     absmax, layout = module.part("SCB", FLOATS, 1), module.parts.get("weight_format")
     if layout is not None and layout.size and layout.reshape(-1)[0] != 0:
         raise module.error("weight_format must be 0: rows one after another")
     if len(absmax) != len(module.part("weight", ("int8",))):
         raise module.error("SCB must have a number for each row of weight")
-    return read_bytes(module, absmax.astype(np.float32)[:, None] / np.float32(127))
+    return read_int8_codes(module, absmax.astype(np.float32)[:, None] / np.float32(127))
 
 
-def read_scaled_bytes(module: Module) -> Weight:
+def read_compressed_int8(module: QuantizedModule) -> Weight:
     """Decode a weight of compressed-tensors: weight int8 [n, k] with weight_scale."""
-    return read_bytes(module, _scales(module, len(module.part("weight", ("int8",)))))
+    return read_int8_codes(module, _scales(module, len(module.part("weight", ("int8",)))))
 
 
 def _weight(
-    module: Module,
+    module: QuantizedModule,
     shape: tuple[int, int],
     bits: int,
-    codes: Callable[[Rows], Array],
+    codes: Callable[[RowIndex], Array],
     scales: Array,
     zeros: Array | int,
     index: str | None,
@@ -242,7 +242,7 @@ def _weight(
     g_idx = None if index is None else module.parts.get(index)
     if g_idx is not None and index is not None and (count == 1 or g_idx.any()):  # zeros for several groups: never set
         groups = module.part(index, ("int32", "int64"), 1)
-        module.need(index, (k,))
+        module.check_shape(index, (k,))
         if groups.min() < 0 or groups.max() >= count:
             raise module.error(f"{index} must say one of {count} groups for each column")
     else:
@@ -253,10 +253,10 @@ def _weight(
             size = k // count
         groups = np.arange(k) // size
     nbytes = sum(part.nbytes for part in module.parts.values())
-    return Integers(shape, bits, codes, scales, zeros, groups, nbytes).weight(module.method)
+    return IntegerWeight(shape, bits, codes, scales, zeros, groups, nbytes).weight(module.method)
 
 
-def _shape(module: Module, packed: Array) -> tuple[int, int]:
+def _shape(module: QuantizedModule, packed: Array) -> tuple[int, int]:
     """Read the shape of a packed weight, whose rows may end with padding."""
     shape = module.part("weight_shape", ("int64", "int32"), 1)
     if len(shape) != 2 or shape.min() < 1:
@@ -264,7 +264,7 @@ def _shape(module: Module, packed: Array) -> tuple[int, int]:
     return int(shape[0]), int(shape[1])
 
 
-def _scales(module: Module, n: int) -> Array:
+def _scales(module: QuantizedModule, n: int) -> Array:
     """Return weight_scale as [n, groups]; one number for all rows is broadcast."""
     stored = module.parts.get("weight_scale")
     scales = module.part("weight_scale", FLOATS, 2 if stored is None else stored.ndim)
@@ -288,7 +288,7 @@ def _unpack(packed: Array, bits: int) -> Array:
     if bits == 8:
         return packed_bytes
     if bits == 4:
-        return neighbours(packed_bytes)
+        return unpack_nibbles(packed_bytes)
     if bits == 2:
         return (packed_bytes[:, :, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(len(packed_bytes), -1)
     ones = np.unpackbits(packed_bytes, axis=1, bitorder="little").reshape(len(packed_bytes), -1, bits)

@@ -32,13 +32,15 @@ def latent_attention(d: Decoder, k: int, x: Expr, positions: Expr, mix: Mixer) -
     if mla.query_rank is not None:
         down = d.linear(f"{name}.q_down", x, c.has_qkv_bias)
         query_input = d.op("rms_norm", down, d.vector(f"{name}.q_down_norm"), epsilon=mla.norm_epsilon)
-    q = d.heads(d.linear(f"{name}.q", query_input), c.heads, mla.plain + mla.turned)
+    q = d.heads(d.linear(f"{name}.q", query_input), c.heads, mla.nope_width + mla.rope_width)
     cached = d.linear(f"{name}.kv_down", x, c.has_qkv_bias, is_cached=True)
     latent = d.op("rms_norm", _part(d, cached, 0, mla.rank), d.vector(f"{name}.kv_norm"), epsilon=mla.norm_epsilon)
     latent = d.heads(latent, 1, mla.rank)
-    rope_key = d.rotate(d.heads(_part(d, cached, mla.rank, mla.turned), 1, mla.turned), positions, rope)
-    absorbed = _by_head(d, [f"{name}.latent_keys.{h}" for h in range(c.heads)], _part(d, q, 0, mla.plain))
-    queries = d.op("concat", absorbed, d.rotate(_part(d, q, mla.plain, mla.turned), positions, rope), axis=-1)
+    rope_key = d.apply_rope(d.heads(_part(d, cached, mla.rank, mla.rope_width), 1, mla.rope_width), positions, rope)
+    absorbed = _by_head(d, [f"{name}.latent_keys.{h}" for h in range(c.heads)], _part(d, q, 0, mla.nope_width))
+    queries = d.op(
+        "concat", absorbed, d.apply_rope(_part(d, q, mla.nope_width, mla.rope_width), positions, rope), axis=-1
+    )
     result = mix(k, queries, d.op("concat", latent, rope_key, axis=-1), latent)
     values = _by_head(d, [f"{name}.latent_values.{h}" for h in range(c.heads)], result)
     return d.op("reshape", values, (*_dims(values)[:-2], c.heads * mla.width))

@@ -18,9 +18,9 @@ from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import GELU_SIGMOID, DecoderConfig, Rope
 from relaxlite.frontend.llm.delta_net import delta_net
 from relaxlite.frontend.llm.latent import latent_attention
-from relaxlite.frontend.llm.layer_inputs import LayerInputs, with_layer_input
 from relaxlite.frontend.llm.mamba import mamba
 from relaxlite.frontend.llm.mixture import mixture
+from relaxlite.frontend.llm.per_layer_inputs import PerLayerInputs, add_per_layer_input
 from relaxlite.frontend.llm.quantized import GroupedWeight
 from relaxlite.ir import ops  # noqa: F401  (registers them)
 from relaxlite.ir.builder import BlockBuilder
@@ -44,11 +44,11 @@ class Mixer(Protocol):
         """
         ...
 
-    def convolved(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
+    def causal_convolution(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
         """Emit the causal depthwise convolution of x [..., width] along tokens by weight [length, width]."""
         ...
 
-    def remembered(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
+    def linear_attention(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
         """Update a layer's states and read them: [..., heads, width].
 
         Queries and keys are [..., key_heads, key_width], values [..., heads, width], decay and beta [..., heads].
@@ -57,7 +57,7 @@ class Mixer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockOperands:
     """Operands of the ops on blocked weights (ir/ops/block_quantized.py) for one weight [n, k] or several stacked ones.
 
     Stacked operands have an additional first dimension. With an `order`, rows of the operands are columns order[0],
@@ -69,14 +69,14 @@ class Blocks:
     order: np.ndarray[Any, Any] | None = None
 
     @staticmethod
-    def of(weight: Weight, name: str) -> Blocks:
+    def of(weight: Weight, name: str) -> BlockOperands:
         """Pack one weight."""
-        result = Blocks.stacked([weight], name)
+        result = BlockOperands.stacked([weight], name)
         operands = (Constant.of(operand.value[0], name=name) for operand in result.operands)
-        return Blocks(tuple(operands), result.coding, None if result.order is None else result.order[0])
+        return BlockOperands(tuple(operands), result.coding, None if result.order is None else result.order[0])
 
     @staticmethod
-    def stacked(weights: Sequence[Weight], name: str) -> Blocks:
+    def stacked(weights: Sequence[Weight], name: str) -> BlockOperands:
         """Pack several weights of one kind.
 
         Rows are packed in chunks, so that unpacked codes stay in the CPU's caches and several threads can take part.
@@ -98,7 +98,7 @@ class Blocks:
         ) as pool:  # starts only as many threads as there are tasks
             list(pool.map(pack, itertools.product(range(len(weights)), range(0, n, step))))
         order = np.stack([first.order for first in firsts if first.order is not None]) if has_order else None
-        return Blocks(tuple(Constant.of(w, name=name) for w in results), coding, order)
+        return BlockOperands(tuple(Constant.of(w, name=name) for w in results), coding, order)
 
 
 def _kind_of(weight: GroupedWeight) -> tuple[object, ...]:
@@ -123,8 +123,8 @@ class Decoder:
         self.bb, self.config, self._weights, self.groups_rows = bb, config, weights, groups_rows
         self._tables: dict[Rope, tuple[Var, Var]] = {}
         self._query_factors: Var | None = None
-        self._blocks: dict[str, Blocks | None] = {}
-        self._stacks: dict[str, Blocks] = {}
+        self._blocks: dict[str, BlockOperands | None] = {}
+        self._stacks: dict[str, BlockOperands] = {}
         self._matrices: dict[str, Constant] = {}
         self._orders: dict[bytes, Constant] = {}
         self._vectors: dict[str, np.ndarray[Any, Any]] = {}
@@ -157,7 +157,7 @@ class Decoder:
             table = self._weights["positions"]
             numbers = table.data if table.block_format is None else table.to_float32()
             x = self.op("add", x, self._widened(self.op("gather", numbers, positions, axis=0)))
-        inputs = None if self.config.layer_input is None else LayerInputs.of(self, tokens, x)
+        inputs = None if self.config.per_layer_input is None else PerLayerInputs.of(self, tokens, x)
         for k in range(self.config.layers):
             normed = self.pre_norm(f"layers.{k}.attn_norm", x)
             attended = self.mix_tokens(k, normed, positions, mix)
@@ -172,7 +172,7 @@ class Decoder:
                 normed = self.pre_norm(f"layers.{k}.mlp_norm", layer_input if self.config.is_parallel else x)
             x = self.add_residual(x, self.post_norm(f"layers.{k}.mlp_post_norm", self.mlp(k, normed, x)))
             if inputs is not None:
-                x = with_layer_input(self, k, x, inputs.of_layer(k, wanted if k == self.config.layers - 1 else None))
+                x = add_per_layer_input(self, k, x, inputs.of_layer(k, wanted if k == self.config.layers - 1 else None))
             if self.config.has_layer_scale:
                 x = self.op("multiply", x, self.vector(f"layers.{k}.scale"))
         return self.norm("norm", x)
@@ -185,9 +185,9 @@ class Decoder:
             result = self.op("add", result, self.vector("head_bias"))
         if c.logit_divisor is not None:
             result = self.op("divide", result, np.float32(c.logit_divisor))
-        return result if c.logit_cap is None else self.capped(result, c.logit_cap)
+        return result if c.logit_cap is None else self.soft_cap(result, c.logit_cap)
 
-    def capped(self, x: Expr, cap: float) -> Var:
+    def soft_cap(self, x: Expr, cap: float) -> Var:
         """Emit the soft cap cap * tanh(x / cap)."""
         return self.op("multiply", self.op("tanh", self.op("divide", x, np.float32(cap))), np.float32(cap))
 
@@ -207,21 +207,21 @@ class Decoder:
     def attention(self, k: int, x: Expr, positions: Expr, mix: Mixer) -> Var:
         """Emit the attention of layer `k` up to its output projection: [..., heads * width]."""
         c, name, width = self.config, f"layers.{k}", self.config.head_width_of(k)
-        kinds = "q" if c.keys_from(k) != k else "qk" if c.is_unvalued(k) else "qkv"
+        kinds = "q" if c.kv_layer_of(k) != k else "qk" if c.is_k_is_v_layer(k) else "qkv"
         result = {kind: self.linear(f"{name}.{kind}", x, c.has_qkv_bias, is_cached=kind != "q") for kind in kinds}
         rotary_kinds = [kind for kind in kinds if kind != "v"]
         if c.is_qk_norm_joint:
             result |= {kind: self.norm(f"{name}.{kind}_norm", result[kind]) for kind in rotary_kinds}
         counts = {"q": c.heads, "k": c.kv_heads_of(k), "v": c.kv_heads_of(k)}
         result = {kind: self.heads(y, counts[kind], width) for kind, y in result.items()}
-        values = result.get("k" if c.is_unvalued(k) else "v")
+        values = result.get("k" if c.is_k_is_v_layer(k) else "v")
         rope, is_by_head = c.rope_of(k), c.has_qk_norm and not c.is_qk_norm_joint
         if is_by_head and not c.is_qk_norm_last:
             result |= {kind: self.norm(f"{name}.{kind}_norm", result[kind]) for kind in rotary_kinds}
         if rope is not None:
-            result |= {kind: self.rotate(result[kind], positions, rope) for kind in rotary_kinds}
-        if c.query_growth is not None:
-            result["q"] = self.op("multiply", result["q"], self.query_factors(positions, *c.query_growth))
+            result |= {kind: self.apply_rope(result[kind], positions, rope) for kind in rotary_kinds}
+        if c.query_log_scaling is not None:
+            result["q"] = self.op("multiply", result["q"], self.query_factors(positions, *c.query_log_scaling))
         if is_by_head and c.is_qk_norm_last:
             result |= {kind: self.norm(f"{name}.{kind}_norm", result[kind]) for kind in rotary_kinds}
         if c.has_value_norm and values is not None:
@@ -238,7 +238,9 @@ class Decoder:
         assert c is not None
         before, values = (self.linear(f"{name}_{kind}", x, c.has_bias, is_cached=True) for kind in ("before", "given"))
         after = self.linear(f"{name}_after", x, c.has_bias)
-        mixed = mix.convolved(k, self.op("multiply", before, values), np.ascontiguousarray(self.vector(name).T))
+        mixed = mix.causal_convolution(
+            k, self.op("multiply", before, values), np.ascontiguousarray(self.vector(name).T)
+        )
         if c.has_bias:
             mixed = self.op("add", mixed, self.vector(f"{name}_bias"))
         return self.op("multiply", after, mixed)
@@ -256,8 +258,8 @@ class Decoder:
     def mlp(self, k: int, x: Expr, before: Expr) -> Var:
         """Emit MLP or experts of layer `k` for x [..., hidden]; `before`: the hidden states that x is the norm of."""
         name, experts = f"layers.{k}", self.config.experts_of(k)
-        if experts is not None and experts.is_beside:
-            dense = self.norm(f"{name}.dense_post_norm", self.gated(name, x))
+        if experts is not None and experts.has_dense_mlp:
+            dense = self.norm(f"{name}.dense_post_norm", self.gated_mlp(name, x))
             expert_input, router_input = (self.norm(f"{name}.{kind}_norm", before) for kind in ("experts", "router"))
             mixed = mixture(self, name, experts, expert_input, router_input)
             return self.op("add", dense, self.norm(f"{name}.experts_post_norm", mixed))
@@ -265,23 +267,23 @@ class Decoder:
             return mixture(self, name, experts, x, x)
         has_bias = self.config.has_mlp_bias
         if self.config.is_gated:
-            return self.gated(name, x, has_bias)
-        return self.linear(f"{name}.down", self.activated(self.linear(f"{name}.up", x, has_bias)), has_bias)
+            return self.gated_mlp(name, x, has_bias)
+        return self.linear(f"{name}.down", self.activate(self.linear(f"{name}.up", x, has_bias)), has_bias)
 
-    def gated(self, name: str, x: Expr, has_bias: bool = False) -> Var:
+    def gated_mlp(self, name: str, x: Expr, has_bias: bool = False) -> Var:
         """Emit the gated MLP down(activation(gate(x)) * up(x))."""
-        return self.gated_by(lambda kind, operand: self.linear(f"{name}.{kind}", operand, has_bias), x)
+        return self.gated_mlp_with(lambda kind, operand: self.linear(f"{name}.{kind}", operand, has_bias), x)
 
-    def gated_by(self, linear: Callable[[str, Expr], Var], x: Expr) -> Var:
+    def gated_mlp_with(self, linear: Callable[[str, Expr], Var], x: Expr) -> Var:
         """Emit a gated MLP whose projections "gate", "up" and "down" are emitted by `linear`."""
         gate, up = linear("gate", x), linear("up", x)
         if self.config.gate_limit is not None:
             limit = np.float32(self.config.gate_limit)
             gate = self.op("minimum", gate, limit)
             up = self.op("add", self.op("maximum", self.op("minimum", up, limit), -limit), np.float32(1))
-        return linear("down", self.op("multiply", self.activated(gate), up))
+        return linear("down", self.op("multiply", self.activate(gate), up))
 
-    def activated(self, x: Expr) -> Var:
+    def activate(self, x: Expr) -> Var:
         """Emit the activation of the MLP."""
         if self.config.activation == "silu":
             return self.silu(x)
@@ -338,7 +340,7 @@ class Decoder:
         """
         stack = self._stacks.get(names[0])
         if stack is None:
-            stack = self._stacks[names[0]] = Blocks.stacked([self._weights[name] for name in names], names[0])
+            stack = self._stacks[names[0]] = BlockOperands.stacked([self._weights[name] for name in names], names[0])
         if stack.order is not None:
             orders = self.op("gather", self._order(stack.order), numbers, axis=0)
             x = self.op("gather_elements", x, orders, axis=1)
@@ -362,13 +364,13 @@ class Decoder:
     def embed_tokens(self, tokens: Expr) -> Expr:
         """Emit the rows of the token embedding: [..., hidden]."""
         if not self.config.is_tied or self.blocks("embed") is not None:
-            return self.looked_up("embed", tokens)
+            return self.lookup_rows("embed", tokens)
         columns = self.op(
             "gather", self.matrix("embed"), tokens, axis=1
         )  # a tied embedding is stored once, as the logits read it
         return self._widened(self.op("transpose", columns, axes=(*range(1, len(_dims(columns))), 0)))
 
-    def looked_up(self, name: str, rows: Expr) -> Expr:
+    def lookup_rows(self, name: str, rows: Expr) -> Expr:
         """Emit rows of a matrix in float32: [..., columns]."""
         blocks = self.blocks(name)
         if blocks is None:
@@ -378,11 +380,11 @@ class Decoder:
             return result
         return self.op("gather", result, self._order(np.argsort(blocks.order)), axis=-1)
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> BlockOperands | None:
         """Return the operands of a blocked matrix; None for a matrix of floats."""
         if name not in self._blocks:
             weight = self._weights[name]
-            self._blocks[name] = None if weight.block_format is None else Blocks.of(weight, name)
+            self._blocks[name] = None if weight.block_format is None else BlockOperands.of(weight, name)
         return self._blocks[name]
 
     def _order(self, order: np.ndarray[Any, Any]) -> Constant:
@@ -420,7 +422,7 @@ class Decoder:
         """Split heads: [..., count * width] -> [..., count, width]."""
         return self.op("reshape", x, (*_dims(x)[:-1], count, width))
 
-    def rotate(self, x: Expr, positions: Expr, rope: Rope) -> Var:
+    def apply_rope(self, x: Expr, positions: Expr, rope: Rope) -> Var:
         """Apply the rotary embedding to x [..., heads, width] at positions [...]."""
         cos, sin = self.rope_tables(positions, rope)
         dims, half = _dims(x), rope.width // 2

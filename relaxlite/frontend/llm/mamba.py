@@ -22,7 +22,7 @@ def mamba(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
 
     # operands of the state, whose rounding errors reach all later tokens: never in relaxed precision
     xbc, time = (d.linear(f"{name}_{part}", x, c.has_bias, is_cached=True) for part in ("given", "time"))
-    mixed = mix.convolved(k, xbc, np.ascontiguousarray(d.vector(f"{name}_conv").T))
+    mixed = mix.causal_convolution(k, xbc, np.ascontiguousarray(d.vector(f"{name}_conv").T))
     if c.has_conv_bias:
         mixed = d.op("add", mixed, d.vector(f"{name}_conv_bias"))
     mixed = d.silu(mixed)
@@ -32,7 +32,7 @@ def mamba(d: Decoder, k: int, x: Expr, mix: Mixer) -> Var:
     )
     step = d.op("softplus", d.op("add", time, d.vector(f"{name}_step")))
     decay = d.op("multiply", step, d.vector(f"{name}_rate"))
-    result = mix.remembered(k, query, key, value, decay, step)
+    result = mix.linear_attention(k, query, key, value, decay, step)
     result = d.op("add", result, d.op("multiply", value, d.vector(f"{name}_skip").reshape(-1, 1)))
     gate = d.linear(f"{name}_gate", x, c.has_bias)
     gated = d.op("multiply", d.op("reshape", result, (*lead, value_channels)), d.silu(gate))

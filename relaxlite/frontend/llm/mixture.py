@@ -56,9 +56,9 @@ def _route(d: Decoder, name: str, experts: Experts, x: Expr) -> tuple[Var, Var]:
     router_logits = d.linear(f"{name}.router", x, experts.has_bias)
     scores = d.op("softmax", router_logits, axis=-1) if experts.scores == "softmax" else d.op("sigmoid", router_logits)
     preferred = d.op("add", scores, d.vector(f"{name}.router_balance")) if experts.is_balanced else scores
-    if experts.chosen_groups < experts.groups:
+    if experts.top_k_groups < experts.groups:
         preferred = _mask_other_groups(d, experts, preferred)
-    top = d.op("top_k", preferred, (sym(experts.chosen),), axis=-1)
+    top = d.op("top_k", preferred, (sym(experts.top_k),), axis=-1)
     weights, chosen = (d.bb.emit(TupleGetItem(top, k)) for k in (0, 1))
     if preferred is not scores:
         weights = d.op("gather_elements", scores, chosen, axis=-1)
@@ -69,7 +69,7 @@ def _route(d: Decoder, name: str, experts: Experts, x: Expr) -> tuple[Var, Var]:
         weights = d.op("divide", weights, total)
     if experts.scale != 1:
         weights = d.op("multiply", weights, np.float32(experts.scale))
-    if experts.has_scales:
+    if experts.has_output_scales:
         weights = d.op("multiply", weights, d.op("gather", d.vector(f"{name}.experts_scale"), chosen, axis=0))
     return weights, chosen
 
@@ -81,7 +81,7 @@ def _mask_other_groups(d: Decoder, experts: Experts, preferred: Var) -> Var:
     by_group = d.op("reshape", preferred, (rows, groups, members))
     top_pairs = d.op("top_k", by_group, (sym(min(2, experts.count // experts.groups)),), axis=-1)
     sums = d.op("sum", d.bb.emit(TupleGetItem(top_pairs, 0)), axes=(-1,))
-    best = d.op("top_k", sums, (sym(experts.chosen_groups),), axis=-1)
+    best = d.op("top_k", sums, (sym(experts.top_k_groups),), axis=-1)
     chosen = d.op("expand_dims", d.bb.emit(TupleGetItem(best, 1)), axes=(1,))  # [rows, 1, chosen groups]
     group_numbers = np.arange(experts.groups, dtype=np.int64).reshape(1, -1, 1)
     is_chosen = d.op("max", d.op("cast", d.op("equal", chosen, group_numbers), dtype="int64"), axes=(2,), keepdims=True)
@@ -92,10 +92,10 @@ def _mask_other_groups(d: Decoder, experts: Experts, preferred: Var) -> Var:
 def _grouped(d: Decoder, name: str, experts: Experts, x: Expr, choices: tuple[Var, Var], total: Var) -> Var:
     """Add the results of all experts for x [rows, hidden] to `total`, with one grouped matmul per projection."""
     weights, chosen = choices
-    numbers = d.op("reshape", chosen, (_dims(x)[0] * experts.chosen,))
+    numbers = d.op("reshape", chosen, (_dims(x)[0] * experts.top_k,))
     sorted_rows = d.op("group_rows", numbers, groups=experts.count)
     order, places, spans = (d.bb.emit(TupleGetItem(sorted_rows, k)) for k in range(3))
-    tokens = d.op("floor_divide", order, np.int64(experts.chosen))
+    tokens = d.op("floor_divide", order, np.int64(experts.top_k))
     row_experts = d.op("gather", numbers, order, axis=0)
 
     def linear(kind: str, operand: Expr) -> Var:
@@ -106,7 +106,7 @@ def _grouped(d: Decoder, name: str, experts: Experts, x: Expr, choices: tuple[Va
         biases = np.stack([d.vector(f"{matrix}_bias") for matrix in names])
         return d.op("add", result, d.op("gather", biases, row_experts, axis=0))
 
-    outputs = d.gated_by(linear, d.op("gather", x, tokens, axis=0))
+    outputs = d.gated_mlp_with(linear, d.op("gather", x, tokens, axis=0))
     return d.op("add", total, d.op("sum_rows", outputs, places, weights))
 
 
@@ -118,7 +118,7 @@ def _one_by_one(d: Decoder, name: str, experts: Experts, x: Expr, choices: tuple
     for e, count in enumerate(counts):
         result = d.op("nonzero_fill", _row(d, is_routed, e, rows), (count,))
         tokens = d.op("reshape", result, (count,))
-        output = d.gated(f"{name}.experts.{e}", d.op("gather", x, tokens, axis=0), experts.has_bias)
+        output = d.gated_mlp(f"{name}.experts.{e}", d.op("gather", x, tokens, axis=0), experts.has_bias)
         share = d.op("gather", _row(d, shares, e, rows), tokens, axis=0)
         weighted = d.op("multiply", output, d.op("expand_dims", share, axes=(1,)))
         places = d.op("expand_dims", tokens, axes=(1,))
@@ -151,7 +151,7 @@ def _shared_expert(d: Decoder, name: str, experts: Experts, x: Expr) -> Var:
     if experts.shared is None:
         assert isinstance(x.ty, TensorType) and x.ty.shape is not None
         return d.op("full", x.ty.shape, np.float32(0))
-    result = d.gated(f"{name}.shared", x)
+    result = d.gated_mlp(f"{name}.shared", x)
     if not experts.has_shared_gate:
         return result
     gate = d.op("matmul", x, d.vector(f"{name}.shared_router").reshape(-1, 1))

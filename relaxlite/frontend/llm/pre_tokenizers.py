@@ -89,7 +89,7 @@ _BY_ARCHITECTURE = {
 }
 
 
-def usual_name(architecture: str, tokens: Container[str]) -> str | None:
+def default_pre_tokenizer(architecture: str, tokens: Container[str]) -> str | None:
     """Infer the pre-tokenizer of a file without `tokenizer.ggml.pre`, as written before April 2024.
 
     Return None where architecture and vocabulary leave a choice.

@@ -48,7 +48,7 @@ class GroupScales:
         return GroupScales(self.values.reshape(n, -1), None if self.factors is None else self.factors.reshape(n, -1))
 
 
-def scale_of_groups(factors: Array, groups: int) -> GroupScales:
+def repeat_scale(factors: Array, groups: int) -> GroupScales:
     """Repeat one scale per row, factors [n, 1], for a number of groups.
 
     Groups smaller than those of the format are more accurate where activations are quantized per group.
@@ -91,7 +91,7 @@ class GroupedWeight:
         return array if self.order is None else array[:, np.argsort(self.order)]
 
 
-Rows: TypeAlias = "slice | Array"
+RowIndex: TypeAlias = "slice | Array"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +102,22 @@ class PackedRows:
     that the weight consists of. `nbytes`: their size in the file.
     """
 
-    read: Callable[[Rows], GroupedWeight | Array]
+    read: Callable[[RowIndex], GroupedWeight | Array]
     numbers: Array
     nbytes: int
 
     @staticmethod
-    def of(count: int, nbytes: int, read: Callable[[Rows], GroupedWeight | Array]) -> PackedRows:
+    def of(count: int, nbytes: int, read: Callable[[RowIndex], GroupedWeight | Array]) -> PackedRows:
         """Make the packed rows of all `count` rows."""
         return PackedRows(read, np.arange(count), nbytes)
 
-    def __getitem__(self, rows: Rows) -> GroupedWeight | Array:
+    def __getitem__(self, rows: RowIndex) -> GroupedWeight | Array:
         numbers = self.numbers[rows]
         first, count = int(numbers[0]) if len(numbers) else 0, len(numbers)
         is_contiguous = np.array_equal(numbers, np.arange(first, first + count))
         return self.read(slice(first, first + count) if is_contiguous else numbers)  # reading a slice copies nothing
 
-    def picked(self, rows: Rows) -> PackedRows:
+    def take_rows(self, rows: RowIndex) -> PackedRows:
         """Select some rows, or all in another order."""
         numbers = self.numbers[rows]
         return PackedRows(self.read, numbers, self.nbytes * len(numbers) // max(len(self.numbers), 1))
@@ -130,14 +130,14 @@ def mxfp4_scales(exponents: Array) -> Array:
     return bits.astype(np.uint16).view(_BFLOAT16)
 
 
-def mxfp4_of_pairs(pairs: Array, exponents: Array) -> GroupedWeight:
+def decode_mxfp4(pairs: Array, exponents: Array) -> GroupedWeight:
     """Decode MXFP4 of bytes [n, k / 2], two adjacent codes each, and exponents [n, k / 32]."""
     n = len(pairs)
     scales = GroupScales(mxfp4_scales(exponents.reshape(-1, 1))).reshape(n)
-    return GroupedWeight(neighbours(pairs), scales, None, MXFP4)
+    return GroupedWeight(unpack_nibbles(pairs), scales, None, MXFP4)
 
 
-def neighbours(packed: Array) -> Array:
+def unpack_nibbles(packed: Array) -> Array:
     """Unpack bytes [n, b] to codes [n, 2 * b], the low nibble of each byte before the high one."""
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
 

@@ -11,7 +11,7 @@ import numpy as np
 from relaxlite.config import compile_threads
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.checkpoint import Weight
-from relaxlite.frontend.llm.quantized import PackedRows, Rows
+from relaxlite.frontend.llm.quantized import PackedRows, RowIndex
 from relaxlite.records import dataclass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -23,7 +23,7 @@ _MIN_PEAK = 2.0**-10  # least absolute maximum of a matrix for float16: subnorma
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class QuantizedModule:
     """A module whose weight was quantized.
 
     `parts`: its tensors by name ("qweight"). `settings`: `quantization_config` of config.json. `source`, `name` and
@@ -54,7 +54,7 @@ class Module:
             raise self.error(f"{name} = {setting!r} must be a positive integer")
         return setting
 
-    def need(self, name: str, shape: tuple[int, ...]) -> None:
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ImportModelError if a tensor has another shape."""
         if self.parts[name].shape != shape:
             raise self.error(f"{name} must have shape {shape}")
@@ -68,7 +68,7 @@ class Module:
         )
 
 
-def in_floats(shape: tuple[int, int], peak: float, nbytes: int, read: Callable[[Array], Array]) -> Weight:
+def float_weight(shape: tuple[int, int], peak: float, nbytes: int, read: Callable[[Array], Array]) -> Weight:
     """Make a lazily dequantized weight of float16, or of float32 if the absolute maximum `peak` does not suit float16.
 
     `read` dequantizes rows of some numbers to float32. float16 keeps three bits more than bfloat16.
@@ -76,7 +76,7 @@ def in_floats(shape: tuple[int, int], peak: float, nbytes: int, read: Callable[[
     dtype = np.dtype(np.float16 if _MIN_PEAK <= peak < _MAX_FLOAT16 or peak == 0 else np.float32)
     step = max(1, _CHUNK_ELEMENTS // shape[1])
 
-    def rounded(rows: Rows) -> Array:
+    def rounded(rows: RowIndex) -> Array:
         numbers = np.arange(shape[0])[rows]
         array = np.empty((len(numbers), shape[1]), dtype)
 
@@ -90,7 +90,7 @@ def in_floats(shape: tuple[int, int], peak: float, nbytes: int, read: Callable[[
     return Weight(PackedRows.of(shape[0], nbytes, rounded), shape)
 
 
-def peak_of(numbers: Array) -> float:
+def max_magnitude(numbers: Array) -> float:
     """Return the absolute maximum; infinity if an element is not finite."""
     result = float(np.abs(numbers.astype(np.float32)).max(initial=0))
     return result if np.isfinite(result) else np.inf

@@ -20,11 +20,11 @@ from relaxlite.frontend.llm.quantized import (
     GroupedWeight,
     GroupScales,
     PackedRows,
-    Rows,
-    mxfp4_of_pairs,
-    neighbours,
+    RowIndex,
+    decode_mxfp4,
+    unpack_nibbles,
 )
-from relaxlite.frontend.llm.quantized_module import FLOATS, Module, in_floats, peak_of
+from relaxlite.frontend.llm.quantized_module import FLOATS, QuantizedModule, float_weight, max_magnitude
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -34,7 +34,7 @@ _NVFP4_BLOCK, _MXFP4_BLOCK = 16, 32
 _STATE = "weight.quant_state.bitsandbytes__"
 
 
-def read_fp8(module: Module) -> Weight:
+def read_fp8(module: QuantizedModule) -> Weight:
     """Decode weight float8 [n, k] times weight_scale_inv or weight_scale.
 
     A scale is for the whole weight, a row, or a block of the size that config.json says; the last blocks may be
@@ -62,11 +62,11 @@ def read_fp8(module: Module) -> Weight:
         result *= scales[rows // block_rows].repeat(block_columns, axis=1)[:, :k]
         return result
 
-    peak = peak_of(scales) * float(ml_dtypes.finfo(weight.dtype).max)
-    return in_floats((n, k), peak, weight.nbytes + scales.nbytes, read)
+    peak = max_magnitude(scales) * float(ml_dtypes.finfo(weight.dtype).max)
+    return float_weight((n, k), peak, weight.nbytes + scales.nbytes, read)
 
 
-def _block(module: Module, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
+def _block(module: QuantizedModule, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
     """Return the numbers of rows and columns per scale."""
     setting = module.settings.get("weight_block_size")
     sizes = setting if isinstance(setting, list) and len(setting) == 2 else [1, 1]
@@ -84,7 +84,7 @@ def _block(module: Module, shape: tuple[int, ...], scales: tuple[int, ...]) -> t
     return result[0], result[1]
 
 
-def read_packed_floats(module: Module) -> Weight:
+def read_packed_fp4(module: QuantizedModule) -> Weight:
     """Decode MXFP4 or NVFP4 of compressed-tensors.
 
     weight_packed uint8 [n, k / 2], two adjacent codes per byte. MXFP4: weight_scale uint8 [n, k / 32], exponents.
@@ -98,7 +98,7 @@ def read_packed_floats(module: Module) -> Weight:
     if scales.shape != (n, 2 * pairs // block) or 2 * pairs % block:
         raise module.error(f"weight_scale must have a number for each {block} columns of {2 * pairs}")
     if is_mx:
-        rows = PackedRows.of(n, nbytes, lambda selected: mxfp4_of_pairs(packed[selected], scales[selected]))
+        rows = PackedRows.of(n, nbytes, lambda selected: decode_mxfp4(packed[selected], scales[selected]))
         return Weight(rows, (n, 2 * pairs), "MXFP4")
     divisor = module.parts.get("weight_global_scale")
     divisor = module.part("weight_global_scale", FLOATS, 1 if divisor is None else divisor.ndim)
@@ -106,15 +106,15 @@ def read_packed_floats(module: Module) -> Weight:
         raise module.error("weight_global_scale must be one positive number")
     factor = np.float32(0.5) / divisor.reshape(-1)[0].astype(np.float32)  # the codebook holds doubled values
 
-    def read(selected: Rows) -> GroupedWeight:
+    def read(selected: RowIndex) -> GroupedWeight:
         return GroupedWeight(
-            neighbours(packed[selected]), GroupScales(scales[selected].astype(np.float32) * factor), None, MXFP4
+            unpack_nibbles(packed[selected]), GroupScales(scales[selected].astype(np.float32) * factor), None, MXFP4
         )
 
     return Weight(PackedRows.of(n, nbytes, read), (n, 2 * pairs), "NVFP4")
 
 
-def read_4bit(module: Module) -> Weight:
+def read_bitsandbytes_4bit(module: QuantizedModule) -> Weight:
     """Decode NF4 or FP4 of bitsandbytes.
 
     weight: codes of the whole matrix in order, two per byte, the high nibble first, stored as uint8 or as floats of as
@@ -146,10 +146,10 @@ def read_4bit(module: Module) -> Weight:
         return result
 
     nbytes = sum(part.nbytes for part in module.parts.values())
-    return in_floats((n, k), peak_of(peaks) * peak_of(table), nbytes, read)
+    return float_weight((n, k), max_magnitude(peaks) * max_magnitude(table), nbytes, read)
 
 
-def _state(module: Module) -> tuple[dict[str, Any], tuple[int, int]]:
+def _state(module: QuantizedModule) -> tuple[dict[str, Any], tuple[int, int]]:
     """Parse the JSON of the quantization state; return it with the shape of the weight."""
     name = next((name for name in module.parts if name.startswith(_STATE)), f"{_STATE}nf4")
     text = module.part(name, ("uint8",), 1).tobytes()
@@ -166,7 +166,7 @@ def _state(module: Module) -> tuple[dict[str, Any], tuple[int, int]]:
     return state, (n, k)
 
 
-def _dequantize_absmax(module: Module, state: dict[str, Any]) -> Array:
+def _dequantize_absmax(module: QuantizedModule, state: dict[str, Any]) -> Array:
     """Dequantize absmax, float32: nested_quant_map[absmax] * nested_absmax + nested_offset."""
     codes = module.part("weight.absmax", ("uint8",), 1)
     table = module.part("weight.nested_quant_map", FLOATS, 1).astype(np.float32)

@@ -106,7 +106,7 @@ def _chunk(experts: Experts | None) -> int:
     """
     if experts is None:
         return CHUNK
-    min_tokens = MIN_EXPERT_ROWS * experts.count // experts.chosen
+    min_tokens = MIN_EXPERT_ROWS * experts.count // experts.top_k
     return max(CHUNK, -(-min_tokens // CHUNK) * CHUNK)
 
 
@@ -146,7 +146,7 @@ def _parameters(
 
 def _pools(layer: int, pages: SymVar, config: DecoderConfig, page: int, dtype: str) -> dict[str, TensorType]:
     """Return the names and types of a layer's pools."""
-    if config.mixing(layer) in ("delta", "mamba") or config.keys_from(layer) != layer:
+    if config.mixing(layer) in ("delta", "mamba") or config.kv_layer_of(layer) != layer:
         return {}
     if config.mixing(layer) == "convolution":  # int8 would need a scale per channel
         pool_dtype = "float16" if dtype == "float16" else "float32"
@@ -185,7 +185,7 @@ class CachedMixer:
 
     def __call__(self, layer: int, q: Expr, k: Expr | None, v: Expr | None) -> Expr:
         d, c = self.decoder, self.decoder.config
-        names = [name for kind in POOL_PREFIXES if (name := f"{kind}{c.keys_from(layer)}") in self.pools]
+        names = [name for kind in POOL_PREFIXES if (name := f"{kind}{c.kv_layer_of(layer)}") in self.pools]
         if len(names) > 2:  # with scales
             q, k = self._rotated(q), None if k is None else self._rotated(k)
         if k is not None and v is not None:
@@ -210,7 +210,7 @@ class CachedMixer:
             result += [d.op("kv_append", pool, new, self.slots) for pool, new in new_scales]
         self.pools |= zip(names, result, strict=True)
 
-    def convolved(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
+    def causal_convolution(self, layer: int, x: Expr, weight: np.ndarray[Any, Any]) -> Expr:
         d, name = self.decoder, f"convolved_{layer}"
         if name not in self.pools:
             return self._with_state("state_convolution", f"tails_{layer}", x, weight)
@@ -221,7 +221,7 @@ class CachedMixer:
         self.pools[name] = d.op("kv_append", pool, stored, self.slots)
         return d.op("paged_convolution", self.pools[name], weight, x, self.table, self.blocks)
 
-    def remembered(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
+    def linear_attention(self, layer: int, q: Expr, k: Expr, v: Expr, decay: Expr, beta: Expr) -> Expr:
         states = self.decoder.config.states
         assert states is not None
         attrs = {"tiled": states.tiled, "delta": states.kind == "delta"}

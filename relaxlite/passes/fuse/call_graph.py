@@ -34,7 +34,7 @@ _VARIABLES = Var | SymVar
 
 
 @dataclass(eq=False)
-class Node:
+class CallNode:
     """Call of a tensor program in a body. `is_view` marks a reshape, which costs nothing on its own."""
 
     position: int
@@ -44,15 +44,17 @@ class Node:
     pattern: LoopPattern
     is_view: bool = False
     earliest: float = -1  # operands and symbols that no node computes are defined after this position
-    producers: list[Node] = field(default_factory=list)
-    consumers: list[Node] = field(default_factory=list)
-    outside: list[float] = field(default_factory=list)  # positions of other uses; infinity: the result of the body
-    parent: Node | None = None  # immediate post-dominator; None: the end of the body
+    producers: list[CallNode] = field(default_factory=list)
+    consumers: list[CallNode] = field(default_factory=list)
+    external_uses: list[float] = field(
+        default_factory=list
+    )  # positions of other uses; infinity: the result of the body
+    parent: CallNode | None = None  # immediate post-dominator; None: the end of the body
     depth: int = 1
-    group: Group = field(init=False)
+    group: FusionGroup = field(init=False)
 
     def __post_init__(self) -> None:
-        self.group = Group([self], self.position)
+        self.group = FusionGroup([self], self.position)
 
     @property
     def shape(self) -> tuple[SymExpr, ...]:
@@ -61,13 +63,13 @@ class Node:
 
 
 @dataclass(eq=False)
-class Group:
+class FusionGroup:
     """Nodes that become one kernel, in order.
 
     `place` is the position of the kernel in the body, comparable to positions of nodes.
     """
 
-    nodes: list[Node]
+    nodes: list[CallNode]
     place: float
 
     @property
@@ -76,10 +78,10 @@ class Group:
         return any(n.pattern >= LoopPattern.REDUCTION for n in self.nodes)
 
     @property
-    def outs(self) -> list[Node]:
+    def outputs(self) -> list[CallNode]:
         """Nodes whose results are used outside of the group, or unused."""
         inside = set(self.nodes)
-        return [n for n in self.nodes if n.outside or not n.consumers or not inside.issuperset(n.consumers)]
+        return [n for n in self.nodes if n.external_uses or not n.consumers or not inside.issuperset(n.consumers)]
 
     @property
     def inputs(self) -> tuple[Expr, ...]:
@@ -88,14 +90,14 @@ class Group:
         return tuple(dict.fromkeys(a for n in self.nodes for a in n.call.args if a not in inside))
 
     @property
-    def likeness(self) -> object:
+    def structural_key(self) -> object:
         """Structural key of the group: programs, symbols, types and data flow."""
         numbers: dict[Expr, int] = {x: k for k, x in enumerate((*self.inputs, *(n.var for n in self.nodes)))}
         calls = tuple(
             (n.call.callee, n.is_view, tuple(numbers[a] for a in n.call.args), n.call.sym_args) for n in self.nodes
         )
         types = tuple((ty.shape, ty.dtype) for x in numbers if isinstance(ty := x.ty, TensorType))
-        return calls, types, tuple(numbers[n.var] for n in self.outs)
+        return calls, types, tuple(numbers[n.var] for n in self.outputs)
 
     @property
     def names(self) -> list[str]:
@@ -109,18 +111,18 @@ class Group:
         return tuple(dict.fromkeys(s for n in self.nodes for s in (*expr_symbols(n.call), *type_symbols(n.var.ty))))
 
 
-def joined(groups: Iterable[Group]) -> Group | str:
+def join_groups(groups: Iterable[FusionGroup]) -> FusionGroup | str:
     """Join groups into one group.
 
     Its position is after the definition of all operands and before the first use of a result; the reason as text if
     there is no such position.
     """
     nodes = sorted((n for g in groups for n in g.nodes), key=lambda n: n.position)
-    inside, group = set(nodes), Group(nodes, nodes[-1].position)
+    inside, group = set(nodes), FusionGroup(nodes, nodes[-1].position)
     operand_positions = [p.group.place for n in nodes for p in n.producers if p not in inside]
     earliest = max((*operand_positions, *(n.earliest for n in nodes)))
     uses = [(c.group.place, c.var.name) for n in nodes for c in n.consumers if c not in inside]
-    uses += [(p, "what follows") for n in nodes for p in n.outside]
+    uses += [(p, "what follows") for n in nodes for p in n.external_uses]
     latest, name = min(uses, default=(inf, ""), key=lambda user: user[0])
     if earliest >= latest:
         return f"{name} is needed in between"
@@ -129,12 +131,12 @@ def joined(groups: Iterable[Group]) -> Group | str:
     return group
 
 
-def make_graph(body: Body, node_of: Callable[[int, Binding], Node | None]) -> list[Node]:
+def build_call_graph(body: Body, node_of: Callable[[int, Binding], CallNode | None]) -> list[CallNode]:
     """Build the call graph of a body; returns its nodes in order of position.
 
     `node_of` gives None for a binding that is no node.
     """
-    nodes: dict[Var, Node] = {}
+    nodes: dict[Var, CallNode] = {}
     defined: dict[object, int] = {}  # variables and symbols -> position
     for position, binding in enumerate(body.bindings()):
         if isinstance(binding, MatchShape):
@@ -156,26 +158,26 @@ def make_graph(body: Body, node_of: Callable[[int, Binding], Node | None]) -> li
     return list(nodes.values())
 
 
-def _add_outside_uses(expr: Expr, nodes: dict[Var, Node], position: float) -> None:
+def _add_outside_uses(expr: Expr, nodes: dict[Var, CallNode], position: float) -> None:
     for var in used_vars(expr):
         if var in nodes:
-            nodes[var].outside.append(position)
+            nodes[var].external_uses.append(position)
 
 
-def post_dominate(nodes: list[Node]) -> None:
+def set_post_dominators(nodes: list[CallNode]) -> None:
     """Set the immediate post-dominator of each node.
 
     It is the nearest common ancestor of all consumers in the post-dominator tree.
     """
     for node in reversed(nodes):
-        common: Node | None = None
+        common: CallNode | None = None
         for k, consumer in enumerate(node.consumers):
             common = consumer if k == 0 else _common_post_dominator(common, consumer)
-        node.parent = None if node.outside else common
+        node.parent = None if node.external_uses else common
         node.depth = 1 if node.parent is None else node.parent.depth + 1
 
 
-def _common_post_dominator(a: Node | None, b: Node | None) -> Node | None:
+def _common_post_dominator(a: CallNode | None, b: CallNode | None) -> CallNode | None:
     while a is not b:
         if a is None or b is None:
             return None
@@ -186,9 +188,9 @@ def _common_post_dominator(a: Node | None, b: Node | None) -> Node | None:
     return a
 
 
-def between(node: Node, sink: Node) -> list[Node]:
+def nodes_between(node: CallNode, sink: CallNode) -> list[CallNode]:
     """Every call on a path from `node` (excluded) to `sink` (included)."""
-    nodes: dict[Node, None] = {}
+    nodes: dict[CallNode, None] = {}
     stack = list(node.consumers)
     while stack:
         current = stack.pop()
@@ -200,7 +202,7 @@ def between(node: Node, sink: Node) -> list[Node]:
     return list(nodes)
 
 
-def composite(group: Group) -> Function:
+def composite_function(group: FusionGroup) -> Function:
     """The group as a composite function of its inputs and of a shape that carries its symbols."""
     params: list[Var] = []
     env: dict[Expr, Var] = {}
@@ -216,20 +218,20 @@ def composite(group: Group) -> Function:
         var = Var(n.var.name, n.var.ty)
         env[n.var] = var
         bindings.append(Let(var, Call(n.call.callee, args, n.call.attrs, n.call.sym_args, n.call.ty, n.call.loc)))
-    results = tuple(env[n.var] for n in group.outs)
+    results = tuple(env[n.var] for n in group.outputs)
     body = Body((Block(tuple(bindings)),), results[0] if len(results) == 1 else Tuple(results))
     return Function(tuple(params), body, Attrs({COMPOSITE: True}))
 
 
-def _location(group: Group) -> str | None:
+def _location(group: FusionGroup) -> str | None:
     """Source location of a fused call: of several locations the first and the last."""
     locations = [location for location in dict.fromkeys(n.call.loc for n in group.nodes) if location is not None]
     return f"{locations[0]}, fused up to {locations[-1]}" if len(locations) > 1 else next(iter(locations), None)
 
 
-def call_bindings(group: Group, callee: GlobalVar) -> list[Binding]:
+def call_bindings(group: FusionGroup, callee: GlobalVar) -> list[Binding]:
     """Bind the results of a group that are used outside to the call of its kernel."""
-    args, result_vars = (*group.inputs, ShapeValue(group.symbols)), [n.var for n in group.outs]
+    args, result_vars = (*group.inputs, ShapeValue(group.symbols)), [n.var for n in group.outputs]
     loc = _location(group)
     if len(result_vars) == 1:
         return [Let(result_vars[0], Call(callee, args, ty=result_vars[0].ty, loc=loc))]

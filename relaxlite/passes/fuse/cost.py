@@ -26,13 +26,17 @@ FLOPS_PER_NS = 50
 BYTES_PER_NS = 50
 CALL_NS = 50
 THREADS = 4  # available to a parallel kernel on any machine
-SIZES = (1, 16, 128, 1024)  # representative values of a symbol
-FALLBACK_SIZES = (1 << 14, 1 << 17, 1 << 20)  # where a tensor has no elements at all of SIZES, as with audio samples
+REPRESENTATIVE_SIZES = (1, 16, 128, 1024)  # representative values of a symbol
+FALLBACK_SIZES = (
+    1 << 14,
+    1 << 17,
+    1 << 20,
+)  # where a tensor has no elements at all of REPRESENTATIVE_SIZES, as with audio samples
 MAX_VARIED_SYMBOLS = 4  # symbols that are also tried at the largest size while the rest are at the smallest
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """Work of one kernel in one set of symbols: FLOPs, bytes moved, and independent iterations."""
 
     flops: SymExpr
@@ -52,7 +56,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FusionVerdict:
     """Decision whether to fuse, its reason, and the amounts behind the decision by name.
 
     `PassContext.decide` takes all three.
@@ -68,35 +72,40 @@ def tensor_bytes(shape: Sequence[SymExpr], dtype: str) -> SymExpr:
     return product(shape) * dtypes.itemsize(dtype)
 
 
-def weigh(apart: Sequence[Work], merged: Work, figures: Mapping[str, SymExpr]) -> Verdict:
+def compare_work(apart: Sequence[KernelWork], merged: KernelWork, figures: Mapping[str, SymExpr]) -> FusionVerdict:
     """Decide whether one kernel with the work `merged` is faster than separate kernels with the work `apart`."""
     moved, computed = (
         sum((getattr(w, name) for w in apart), sym(0)) - getattr(merged, name) for name in ("bytes", "flops")
     )
     is_as_parallel = all(merged.parallel is w.parallel for w in apart)
     if is_as_parallel and Analyzer().can_prove_nonneg(moved) and Analyzer().can_prove_nonneg(computed):
-        return Verdict(True, "less is moved and nothing is computed twice, at all sizes", figures)
+        return FusionVerdict(True, "less is moved and nothing is computed twice, at all sizes", figures)
     return _by_sizes(apart, merged, figures)
 
 
-def _by_sizes(apart: Sequence[Work], merged: Work, figures: Mapping[str, SymExpr]) -> Verdict:
+def _by_sizes(apart: Sequence[KernelWork], merged: KernelWork, figures: Mapping[str, SymExpr]) -> FusionVerdict:
     """Decide by the modelled time at representative sizes."""
     symbols = dict.fromkeys(
         v for w in (*apart, merged) for e in (w.flops, w.bytes, w.parallel) for v in e.free_vars()
     )  # fmt: skip
-    gains = next(filter(None, (_gains(apart, merged, tuple(symbols), sizes) for sizes in (SIZES, FALLBACK_SIZES))), [])
+    gains = next(
+        filter(
+            None, (_gains(apart, merged, tuple(symbols), sizes) for sizes in (REPRESENTATIVE_SIZES, FALLBACK_SIZES))
+        ),
+        [],
+    )
     taken = sum(gain for _, gain in gains) >= 0
     against = [where for where, gain in gains if (gain >= 0) != taken and where]
     comparison = "faster" if taken else "slower"
     if not symbols:
-        return Verdict(taken, f"one kernel is {comparison}", figures)
+        return FusionVerdict(taken, f"one kernel is {comparison}", figures)
     if not against:
-        return Verdict(taken, f"one kernel is {comparison} at all sizes tried", figures)
-    return Verdict(taken, f"one kernel is {comparison} on the whole, but not at {against[0]}", figures)
+        return FusionVerdict(taken, f"one kernel is {comparison} at all sizes tried", figures)
+    return FusionVerdict(taken, f"one kernel is {comparison} on the whole, but not at {against[0]}", figures)
 
 
 def _gains(
-    apart: Sequence[Work], merged: Work, symbols: tuple[SymVar, ...], sizes: tuple[int, ...]
+    apart: Sequence[KernelWork], merged: KernelWork, symbols: tuple[SymVar, ...], sizes: tuple[int, ...]
 ) -> list[tuple[str, float]]:
     """Sizes at which fusion was tried, as text, and the nanoseconds that fusion saves there."""
     gains: list[tuple[str, float]] = []
@@ -111,7 +120,9 @@ def _gains(
     return gains
 
 
-def representative_sizes(symbols: Sequence[SymVar], sizes: tuple[int, ...] = SIZES) -> list[dict[SymVar, int]]:
+def representative_sizes(
+    symbols: Sequence[SymVar], sizes: tuple[int, ...] = REPRESENTATIVE_SIZES
+) -> list[dict[SymVar, int]]:
     """Representative sizes within the bounds of the symbols.
 
     All symbols small, medium or large, and each symbol large alone.

@@ -40,7 +40,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.ir.visitor import Rewriter, bodies, used_vars
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.fuse.library_programs import Loops, Part
+from relaxlite.passes.fuse.library_programs import LoweredSubgraph, Subgraph
 from relaxlite.passes.fuse.library_rules import OUT, LibraryRule, can_hold, remaining_compares
 from relaxlite.passes.graph.eliminate import eliminate_dead
 from relaxlite.passes.loops.legalize import RUNTIME_OPS, ProgramTable, lower_call
@@ -76,7 +76,7 @@ class _Candidate:
         """Matched operands by the names of the rule, without outputs."""
         return {name: self.match[name] for name in self.rule.operands if not name.startswith(OUT)}
 
-    def buffers(self, loops: Loops) -> dict[str, Buffer]:
+    def buffers(self, loops: LoweredSubgraph) -> dict[str, Buffer]:
         """Buffers of operands and outputs by the names of the rule."""
         names = [OUT] if len(loops.outputs) == 1 else [f"{OUT}{k}" for k in range(len(loops.outputs))]
         inputs = {name: loops.buffers[operand] for name, operand in self.operands.items()}
@@ -175,16 +175,16 @@ class _Dispatch(Rewriter):
         extra = {operand: name for operand, name in epilogue.operands().items() if operand not in names}
         inner = {*first.match.inner, epilogue.root, *epilogue.variables}
         last = epilogue.calls[-1][1] if epilogue.calls else value
-        whole = Part(last, inner, bound).loops({**names, **extra}, target)
+        whole = Subgraph(last, inner, bound).loops({**names, **extra}, target)
         if isinstance(whole, str):
             return whole
         after: Stmt | None = Seq(())
         if epilogue.calls:
             operands = {epilogue.root: "product", **epilogue.operands()}
-            alone = Part(last, {*epilogue.variables}, bound).loops(operands, target)
+            alone = Subgraph(last, {*epilogue.variables}, bound).loops(operands, target)
             if isinstance(alone, str):
                 return alone
-            after = alone.onto({**whole.buffers, epilogue.root: whole.outputs[0]}, whole.outputs)
+            after = alone.with_buffers({**whole.buffers, epilogue.root: whole.outputs[0]}, whole.outputs)
         if after is None:
             return "what follows it reads a constant that its loops do not"
         body = whole.body

@@ -34,22 +34,22 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.fuse.call_graph import (
-    Group,
-    Node,
-    between,
+    CallNode,
+    FusionGroup,
+    build_call_graph,
     call_bindings,
-    composite,
-    joined,
-    make_graph,
-    post_dominate,
+    composite_function,
+    join_groups,
+    nodes_between,
+    set_post_dominators,
 )
-from relaxlite.passes.fuse.cost import Verdict, tensor_bytes
-from relaxlite.passes.fuse.fuse_programs import merge
+from relaxlite.passes.fuse.cost import FusionVerdict, tensor_bytes
+from relaxlite.passes.fuse.fuse_programs import merge_composite
 from relaxlite.passes.fuse.merge_stages import CannotMerge
 from relaxlite.passes.fuse.rules import (
     inline_verdict,
     loads_of,
-    loses_threads,
+    loses_parallelism,
     may_share_rows,
     refuse_data_index,
     refuse_epilogue,
@@ -85,12 +85,12 @@ class _FuseFunction(Rewriter):
         super().__init__()
         self._patterns, self._definitions, self._table, self._context = patterns, definitions, table, context
         # Cached, as layers repeat: verdicts by structural key, with the names that a reason may mention; and reshapes.
-        self._trials: dict[object, tuple[Verdict | None, list[str]]] = {}
+        self._trials: dict[object, tuple[FusionVerdict | None, list[str]]] = {}
         self._views: dict[object, tuple[GlobalVar, TensorProgram, LoopPattern]] = {}
 
     def body(self, body: Body) -> Body:
-        nodes = make_graph(body, self._make_node)
-        post_dominate(nodes)
+        nodes = build_call_graph(body, self._make_node)
+        set_post_dominators(nodes)
         for epilogue in (True, False):
             for node in nodes:
                 self._fuse_into_post_dominator(node, epilogue)
@@ -107,7 +107,7 @@ class _FuseFunction(Rewriter):
         bindings = tuple(b for _, group_bindings in sorted(placed, key=lambda item: item[0]) for b in group_bindings)
         return super().body(Body((Block(bindings, is_dataflow=False),), body.result))
 
-    def _make_node(self, position: int, binding: Binding) -> Node | None:
+    def _make_node(self, position: int, binding: Binding) -> CallNode | None:
         value = binding.value if isinstance(binding, Let) else None
         if not isinstance(value, Call) or not isinstance(value.ty, TensorType) or value.ty.shape is None:
             return None
@@ -116,9 +116,9 @@ class _FuseFunction(Rewriter):
         program = self._definitions.get(value.callee.name) if isinstance(value.callee, GlobalVar) else None
         if not isinstance(program, TensorProgram):
             return None
-        return Node(position, binding.var, value, program, self._patterns[value.callee.name])
+        return CallNode(position, binding.var, value, program, self._patterns[value.callee.name])
 
-    def _make_view_node(self, position: int, var: Var, call: Call) -> Node | None:
+    def _make_view_node(self, position: int, var: Var, call: Call) -> CallNode | None:
         """Node of a reshape, lowered to a program that copies."""
         source = call.args[0]
         if not isinstance(source, Var) or not isinstance(source.ty, TensorType) or source.ty.shape is None:
@@ -129,121 +129,127 @@ class _FuseFunction(Rewriter):
             self._views[key] = self._table.add("reshape", program), program, analyze(program)
         callee, program, pattern = self._views[key]
         result = Call(callee, (source,), sym_args=program.symbols, ty=call.ty, loc=call.loc)
-        return Node(position, var, result, program, pattern, is_view=True)
+        return CallNode(position, var, result, program, pattern, is_view=True)
 
     # One output
 
-    def _fuse_into_post_dominator(self, node: Node, epilogue: bool) -> None:
+    def _fuse_into_post_dominator(self, node: CallNode, epilogue: bool) -> None:
         """Join a node with its post-dominator where that is legal and pays."""
         sink = node.parent
         if sink is None or node.pattern == LoopPattern.OPAQUE or node.group is sink.group:
             return
         if epilogue != (node.pattern >= LoopPattern.REDUCTION):
             return
-        path = between(node, sink)
+        path = nodes_between(node, sink)
         verdict = self._verdict(node, path, sink, epilogue)
         groups = list(dict.fromkeys(n.group for n in (node, *path)))
-        merged = joined(groups)
+        merged = join_groups(groups)
         reason = _refuse_group(groups, merged)
         if verdict.taken and (reason is not None or isinstance(merged, str)):
-            verdict = Verdict(False, reason or str(merged))
-        if verdict.taken and isinstance(merged, Group) and loses_threads(node):
+            verdict = FusionVerdict(False, reason or str(merged))
+        if verdict.taken and isinstance(merged, FusionGroup) and loses_parallelism(node):
             verdict = rows_verdict(groups, merged)
-        if verdict.taken and isinstance(merged, Group) and _needs_trial(merged):
+        if verdict.taken and isinstance(merged, FusionGroup) and _needs_trial(merged):
             verdict = self._try_to_merge(merged) or verdict
-        elif not verdict.taken and isinstance(merged, Group) and node.group.has_anchor:
+        elif not verdict.taken and isinstance(merged, FusionGroup) and node.group.has_anchor:
             verdict = self._as_row_program(groups, merged) or verdict
         if not (node.is_view and len(node.group.nodes) == 1):  # a view alone moves nothing
             self._context.decide(
                 "fuse_ops", f"{node.var.name} into {sink.var.name}", verdict.taken, verdict.reason, **verdict.figures
             )
-        if verdict.taken and isinstance(merged, Group):
+        if verdict.taken and isinstance(merged, FusionGroup):
             for n in merged.nodes:
                 n.group = merged
 
-    def _verdict(self, node: Node, path: list[Node], sink: Node, epilogue: bool) -> Verdict:
+    def _verdict(self, node: CallNode, path: list[CallNode], sink: CallNode, epilogue: bool) -> FusionVerdict:
         if not epilogue and sink.pattern == LoopPattern.OUT_FUSIBLE and path == [sink]:
-            return Verdict(False, f"{sink.var.name} is OUT_FUSIBLE: each tile of it would compute {node.var.name} anew")
+            return FusionVerdict(
+                False, f"{sink.var.name} is OUT_FUSIBLE: each tile of it would compute {node.var.name} anew"
+            )
         reason = None if epilogue else refuse_injective(path, sink)
         if reason is None and node.group.has_anchor:
             reason = refuse_epilogue(node, path)
         if reason is not None:
-            return Verdict(False, reason)
+            return FusionVerdict(False, reason)
         if node.group.has_anchor:
             size = tensor_bytes(node.shape, node.call.ty.dtype)  # type: ignore[union-attr]
-            return Verdict(True, "an epilogue of the reduction", {"bytes_saved": size * 2})
+            return FusionVerdict(True, "an epilogue of the reduction", {"bytes_saved": size * 2})
         figures: dict[str, SymExpr] = {}
         for n in (node, *(other for other in path if other is not sink)):
             verdict = inline_verdict(n, [c for c in n.consumers if c in path])
             if not verdict.taken:
-                return Verdict(False, f"{verdict.reason} ({n.var.name} is computed where it is read)", verdict.figures)
+                return FusionVerdict(
+                    False, f"{verdict.reason} ({n.var.name} is computed where it is read)", verdict.figures
+                )
             for name, amount in verdict.figures.items():
                 figures[name] = figures.get(name, sym(0)) + amount
-        return Verdict(True, verdict.reason, figures)
+        return FusionVerdict(True, verdict.reason, figures)
 
-    def _as_row_program(self, groups: list[Group], merged: Group) -> Verdict | None:
+    def _as_row_program(self, groups: list[FusionGroup], merged: FusionGroup) -> FusionVerdict | None:
         """Verdict on a group that may become a row program; None if the group cannot."""
         if len(merged.nodes) > MAX_GROUP or not may_share_rows(merged) or self._try_to_merge(merged) is not None:
             return None
         return rows_verdict(groups, merged)
 
-    def _try_to_merge(self, group: Group) -> Verdict | None:
+    def _try_to_merge(self, group: FusionGroup) -> FusionVerdict | None:
         """Verdict against a group whose loops do not merge, or merge badly; None if they merge.
 
         Groups with the same structural key are tried once.
         """
-        key, names = group.likeness, group.names
+        key, names = group.structural_key, group.names
         if key not in self._trials:
             self._trials[key] = self._trial(group), names
         refusal, tried_names = self._trials[key]
         if refusal is None or names == tried_names:
             return refusal
         renamed = dict(zip(tried_names, names, strict=True))
-        return Verdict(False, re.sub(r"[^\s,]+", lambda word: renamed.get(word[0], word[0]), refusal.reason))
+        return FusionVerdict(False, re.sub(r"[^\s,]+", lambda word: renamed.get(word[0], word[0]), refusal.reason))
 
-    def _trial(self, group: Group) -> Verdict | None:
+    def _trial(self, group: FusionGroup) -> FusionVerdict | None:
         """Merge the loops of a group on trial; the verdict against the group, or None."""
         try:
-            program = merge(composite(group), self._definitions)
+            program = merge_composite(composite_function(group), self._definitions)
         except CannotMerge as reason:
-            return Verdict(False, str(reason))
+            return FusionVerdict(False, str(reason))
         division = next((x for x in loads(program.body) if _divides(x)), None)
         if division is not None and any(n.is_view for n in group.nodes):
-            return Verdict(False, f"each element of {division.buffer.name} would be found by a division (reshape)")
+            return FusionVerdict(
+                False, f"each element of {division.buffer.name} would be found by a division (reshape)"
+            )
         strided = _find_strided_load(program) if program.num_outputs > 1 else None
         if strided is not None:
-            return Verdict(
+            return FusionVerdict(
                 False, f"{strided.buffer.name} is read across its rows, which one output alone does in tiles"
             )
         return None
 
     # Several outputs
 
-    def _join_outputs(self, nodes: list[Node]) -> None:
+    def _join_outputs(self, nodes: list[CallNode]) -> None:
         """Join groups that read the same operands, and consumers that read an output element by element."""
         for node in nodes:
             for other in _siblings(node):
                 if node.group is not other.group:
                     self._join(node, other, _shared_bytes(node.group, other.group), "siblings read the same operands")
         for node in nodes:
-            if node in node.group.outs and not node.is_view:
+            if node in node.group.outputs and not node.is_view:
                 for consumer in node.consumers:
                     if _may_read_output(node, consumer):
                         size = tensor_bytes(node.shape, node.call.ty.dtype)  # type: ignore[union-attr]
                         self._join(node, consumer, size, f"{node.var.name} is stored for others and not read again")
 
-    def _join(self, node: Node, other: Node, bytes_saved: SymExpr, reason: str) -> None:
+    def _join(self, node: CallNode, other: CallNode, bytes_saved: SymExpr, reason: str) -> None:
         """Join two groups into a kernel of several outputs where that is legal and pays."""
         groups = [node.group, other.group]
-        merged = joined(groups)
-        if isinstance(merged, Group) and len(merged.outs) < 2:
+        merged = join_groups(groups)
+        if isinstance(merged, FusionGroup) and len(merged.outputs) < 2:
             return  # one output: decided above
         obstacle = _refuse_group(groups, merged)
-        if obstacle is None and isinstance(merged, Group) and node not in merged.outs:
-            verdict = inline_verdict(node, node.consumers, outputs=len(merged.outs))
+        if obstacle is None and isinstance(merged, FusionGroup) and node not in merged.outputs:
+            verdict = inline_verdict(node, node.consumers, outputs=len(merged.outputs))
             reason, obstacle = verdict.reason, None if verdict.taken else verdict.reason
-        if obstacle is None and isinstance(merged, Group):
-            num_tensors = len(merged.inputs) + len(merged.outs)
+        if obstacle is None and isinstance(merged, FusionGroup):
+            num_tensors = len(merged.inputs) + len(merged.outputs)
             if num_tensors > MAX_KERNEL_TENSORS:
                 obstacle = f"{num_tensors} tensors would be gone through side by side, more than {MAX_KERNEL_TENSORS}"
             else:
@@ -251,15 +257,15 @@ class _FuseFunction(Rewriter):
                 obstacle = None if refusal is None else refusal.reason
         subject = f"{node.var.name} with {other.var.name}"
         self._context.decide("fuse_ops", subject, obstacle is None, obstacle or reason, bytes_saved=bytes_saved)
-        if obstacle is None and isinstance(merged, Group):
+        if obstacle is None and isinstance(merged, FusionGroup):
             for n in merged.nodes:
                 n.group = merged
 
     # Definitions
 
-    def _define(self, group: Group) -> GlobalVar:
+    def _define(self, group: FusionGroup) -> GlobalVar:
         name = self._unique("fused_" + "_".join(_base_name(n.call) for n in group.nodes))
-        self._definitions[name] = composite(group)
+        self._definitions[name] = composite_function(group)
         return GlobalVar(name)
 
     def _unique(self, hint: str) -> str:
@@ -277,11 +283,11 @@ def _base_name(call: Call) -> str:
     return stem if stem and last.isdigit() else name
 
 
-def _groups(nodes: list[Node]) -> list[Group]:
+def _groups(nodes: list[CallNode]) -> list[FusionGroup]:
     return list(dict.fromkeys(n.group for n in nodes))
 
 
-def _refuse_group(groups: list[Group], merged: Group | str) -> str | None:
+def _refuse_group(groups: list[FusionGroup], merged: FusionGroup | str) -> str | None:
     """Reason against joining groups into `merged`, or None."""
     if isinstance(merged, str):
         return merged
@@ -292,19 +298,19 @@ def _refuse_group(groups: list[Group], merged: Group | str) -> str | None:
     return refuse_data_index(merged)
 
 
-def _needs_trial(group: Group) -> bool:
+def _needs_trial(group: FusionGroup) -> bool:
     """Whether only a trial tells if the loops merge.
 
     True where a call inside is a concatenation or a reshape, or follows a reduction in another order of elements.
     """
     anchors = [n.position for n in group.nodes if n.pattern >= LoopPattern.REDUCTION]
     followers = [n for n in group.nodes if any(n.position > p for p in anchors)]
-    return any(n.is_view or (n.pattern == LoopPattern.CONCAT and n not in group.outs) for n in group.nodes) or any(
+    return any(n.is_view or (n.pattern == LoopPattern.CONCAT and n not in group.outputs) for n in group.nodes) or any(
         not _is_in_place(n, group) for n in followers
     )
 
 
-def _is_in_place(node: Node, group: Group) -> bool:
+def _is_in_place(node: CallNode, group: FusionGroup) -> bool:
     """Whether a call reads the results of its group at exactly the indices at which it writes."""
     group_vars = {n.var for n in group.nodes}
     written = [s.indices for s in stores(node.program.body)]
@@ -333,7 +339,7 @@ def _has_division(expr: SymExpr) -> bool:
     return any(isinstance(atom, Division) for monomial, _ in expr.terms for atom in monomial)
 
 
-def _trim_views(group: Group) -> None:
+def _trim_views(group: FusionGroup) -> None:
     """Remove reshapes at the edges of a group from the group: a view costs nothing."""
     while len(group.nodes) > 1:
         inside = set(group.nodes)
@@ -342,32 +348,32 @@ def _trim_views(group: Group) -> None:
             return
         group.nodes.remove(edge)
         group.place = group.nodes[-1].position
-        edge.group = Group([edge], edge.position)
+        edge.group = FusionGroup([edge], edge.position)
 
 
-def _is_edge(node: Node, inside: set[Node]) -> bool:
+def _is_edge(node: CallNode, inside: set[CallNode]) -> bool:
     first = not inside.intersection(node.producers)
     last = not inside.intersection(node.consumers)
-    return first or (last and all(len(p.consumers) == 1 and not p.outside for p in node.producers))
+    return first or (last and all(len(p.consumers) == 1 and not p.external_uses for p in node.producers))
 
 
-def _siblings(node: Node) -> Iterator[Node]:
+def _siblings(node: CallNode) -> Iterator[CallNode]:
     """Outputs of other elementwise groups that read an operand of this node and have its shape."""
-    if not _is_elementwise_group(node.group) or node not in node.group.outs:
+    if not _is_elementwise_group(node.group) or node not in node.group.outputs:
         return
     for producer in node.producers:
         for other in producer.consumers:
-            if other.position > node.position and _is_elementwise_group(other.group) and other in other.group.outs:
+            if other.position > node.position and _is_elementwise_group(other.group) and other in other.group.outputs:
                 is_same = len(other.shape) == len(node.shape) and all(map(lambda a, b: a is b, other.shape, node.shape))
                 if is_same and _shared_bytes(node.group, other.group) is not sym(0):
                     yield other
 
 
-def _is_elementwise_group(group: Group) -> bool:
+def _is_elementwise_group(group: FusionGroup) -> bool:
     return all(n.pattern < LoopPattern.CONCAT and not n.is_view for n in group.nodes)
 
 
-def _shared_bytes(a: Group, b: Group) -> SymExpr:
+def _shared_bytes(a: FusionGroup, b: FusionGroup) -> SymExpr:
     """Size in bytes of the operands that two groups both read, counting only operands as large as the result."""
     types = [x.ty for x in a.inputs if x in b.inputs]
     size = product(a.nodes[-1].shape)
@@ -375,12 +381,12 @@ def _shared_bytes(a: Group, b: Group) -> SymExpr:
     return sum((tensor_bytes(t.shape or (), t.dtype) for t in full_size), sym(0))
 
 
-def _may_read_output(node: Node, consumer: Node) -> bool:
+def _may_read_output(node: CallNode, consumer: CallNode) -> bool:
     """Whether the patterns allow a consumer in another group to run in the loops that compute the node."""
     if node.group is consumer.group or node.pattern == LoopPattern.OPAQUE:
         return False
     group, target = node.group, consumer.group
-    if node is not group.outs[-1] or any(n.pattern == LoopPattern.CONCAT for n in (*group.nodes, *target.nodes)):
+    if node is not group.outputs[-1] or any(n.pattern == LoopPattern.CONCAT for n in (*group.nodes, *target.nodes)):
         return False
     if group.has_anchor:
         return _is_elementwise_group(target) and refuse_epilogue(node, [consumer]) is None

@@ -42,7 +42,7 @@ def fuse_programs(module: IRModule) -> IRModule:
         if digest in by_hash:
             fused[name] = by_hash[digest]
             continue
-        program, declared = merge(function, module), _declared_symbols(function)
+        program, declared = merge_composite(function, module), _declared_symbols(function)
         fused[name] = table.add(name, program), tuple(declared.index(s) for s in program.symbols), program
         if not any(isinstance(s, Check) and s.message.endswith(_NEGATIVE) for s in walk_stmts(program.body)):
             by_hash[digest] = fused[name]
@@ -88,7 +88,7 @@ class _CallFused(Rewriter):
         return Call(callee, tuple(args), value.attrs, sym_args, ty, value.loc)
 
 
-def merge(function: Function, definitions: _Definitions) -> TensorProgram:
+def merge_composite(function: Function, definitions: _Definitions) -> TensorProgram:
     """Merge the programs that a composite function calls into one program with the same results in the same order.
 
     A single result may have another shape with the elements in the same order. Raises CannotMerge.

@@ -28,7 +28,7 @@ from relaxlite.ir.symbolic import SymExpr, product
 from relaxlite.ir.types import ShapeType, TensorType, type_symbols
 from relaxlite.ir.visitor import Rewriter, bodies, expr_symbols, operands
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.fuse.fuse_programs import merge
+from relaxlite.passes.fuse.fuse_programs import merge_composite
 from relaxlite.passes.graph.eliminate import eliminate_dead
 from relaxlite.passes.loops.legalize import ProgramTable
 from relaxlite.passes.loops.pattern import LoopPattern, analyze, injective_store, perfect_nest, reduction_of, top_stages
@@ -157,7 +157,7 @@ class _FusePrologues(Rewriter):
             bindings.append(Let(inside[old], Call(c.callee, args, c.attrs, c.sym_args, c.ty, c.loc)))  # type: ignore[arg-type]
         shape = Var("symbols", ShapeType(symbols, len(symbols)))
         body = Body((Block(tuple(bindings)),), bindings[-1].var)
-        program = merge(Function((*params.values(), shape), body, Attrs({COMPOSITE: True})), self._module)
+        program = merge_composite(Function((*params.values(), shape), body, Attrs({COMPOSITE: True})), self._module)
         kind = "stored" if all(isinstance(a, Constant) for c in chain.values() for a in c.args[:1]) else "turned"
         callee = self._table.add(f"{call.callee.name}_of_{kind}", program)
         assert set(program.symbols) <= set(symbols)

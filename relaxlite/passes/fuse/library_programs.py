@@ -20,7 +20,7 @@ from relaxlite.target import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Loops:
+class LoweredSubgraph:
     """Loops over operands in the symbols of the enclosing function.
 
     `buffers` holds the buffer of each operand, large constants included.
@@ -31,7 +31,7 @@ class Loops:
     checks: tuple[Stmt, ...]  # required by any implementation, the library routine too
     body: Stmt
 
-    def onto(self, buffers: Mapping[Expr, Buffer], outputs: tuple[Buffer, ...]) -> Stmt | None:
+    def with_buffers(self, buffers: Mapping[Expr, Buffer], outputs: tuple[Buffer, ...]) -> Stmt | None:
         """The loops with other buffers; None where a buffer is missing."""
         if any(operand not in buffers for operand in self.buffers):
             return None
@@ -41,14 +41,14 @@ class Loops:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Subgraph:
     """Subgraph that ends in the call `root`: `inner` are the variables between the root and the operands."""
 
     root: Call
     inner: Collection[Var]
     bound: Mapping[Var, Expr]
 
-    def loops(self, operands: Mapping[Expr, str], target: Target) -> Loops | str:
+    def loops(self, operands: Mapping[Expr, str], target: Target) -> LoweredSubgraph | str:
         """Lower the subgraph to loops.
 
         `operands` maps operands to names of their buffers. Returns the reason as text where that is impossible.
@@ -137,7 +137,7 @@ class _Compose:
         assert isinstance(result, Buffer)
         return result
 
-    def finish(self, result: Expr, params: Mapping[Expr, Var]) -> Loops | str:
+    def finish(self, result: Expr, params: Mapping[Expr, Var]) -> LoweredSubgraph | str:
         """The concatenated loops; the reason as text where the result is an operand."""
         result_buffers = self._buffers[result]
         outputs = result_buffers if isinstance(result_buffers, tuple) else (result_buffers,)
@@ -151,7 +151,7 @@ class _Compose:
         for buffer in inner:
             body = Allocate(buffer, body)
         buffers = {operand: self._operand(param) for operand, param in params.items()} | self._constants
-        return Loops(buffers, outputs, tuple(checks), body)
+        return LoweredSubgraph(buffers, outputs, tuple(checks), body)
 
 
 def _buffer(name: str, ty: Type) -> Buffer:

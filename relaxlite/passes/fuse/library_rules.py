@@ -23,8 +23,8 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, substitute, sym
 from relaxlite.ir.types import TensorType, Type
 from relaxlite.records import dataclass
 
-Dims = tuple["str | int", ...]
-Range = tuple["int | None", "int | None"]
+OperandDims = tuple["str | int", ...]
+SizeRange = tuple["int | None", "int | None"]
 
 INTEGERS, FLOATS = ("int32", "int64"), ("float32", "float64")
 OUT = "out"  # name of a single result; several are out0, out1, ...
@@ -38,11 +38,11 @@ class LibraryRule:
     library: str
     symbol: str
     pattern: Pattern
-    operands: Mapping[str, Dims | None]
+    operands: Mapping[str, OperandDims | None]
     arguments: tuple[str, ...] = ()
     convention: CallingConvention = "c"
     loops: Mapping[str, str] = field(default_factory=dict)
-    when: Mapping[str, Range] = field(default_factory=dict)
+    when: Mapping[str, SizeRange] = field(default_factory=dict)
     check: Callable[[Match], str | None] | None = None
     variable: tuple[str, ...] = ()  # operands that must depend on inputs of the model
     work: str = "0"
@@ -222,7 +222,7 @@ def _array_descriptors(operands: list[tuple[Buffer, bool]]) -> tuple[Value, ...]
     return (*words, *starts)
 
 
-def remaining_compares(expr: SymExpr, limits: Range, analyzer: Analyzer) -> list[tuple[SymExpr, str, int]]:
+def remaining_compares(expr: SymExpr, limits: SizeRange, analyzer: Analyzer) -> list[tuple[SymExpr, str, int]]:
     """Comparisons of low <= expr <= high that are left for run time: (expression, "ge" or "le", limit)."""
     (low, high), (lower, upper) = limits, analyzer.bounds(expr)
     compares = []
@@ -233,7 +233,7 @@ def remaining_compares(expr: SymExpr, limits: Range, analyzer: Analyzer) -> list
     return compares
 
 
-def can_hold(expr: SymExpr, limits: Range, analyzer: Analyzer) -> bool:
+def can_hold(expr: SymExpr, limits: SizeRange, analyzer: Analyzer) -> bool:
     """Whether low <= expr <= high may hold for some values of the symbols."""
     (low, high), (lower, upper) = limits, analyzer.bounds(expr)
     is_below = low is not None and upper is not None and upper < low

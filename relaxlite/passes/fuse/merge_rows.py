@@ -28,7 +28,7 @@ from relaxlite.records import dataclass
 _ANALYZER = Analyzer()
 
 
-def rows_from(stages: Sequence[Stmt], intermediates: Sequence[Buffer]) -> RowProgram | None:
+def merge_into_row_program(stages: Sequence[Stmt], intermediates: Sequence[Buffer]) -> RowProgram | None:
     """Merge stages into one row program; None if they do not share their rows or the last stage writes no row.
 
     Intermediates that the stages write become local scalars and rows of the row program.

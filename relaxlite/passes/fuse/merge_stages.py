@@ -32,7 +32,7 @@ from relaxlite.ir.ops.shape import reshape_index
 from relaxlite.ir.program import Allocate, Buffer, Check, For, LetIndex, Load, Seq, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute, sym
-from relaxlite.passes.fuse.merge_rows import rows_from
+from relaxlite.passes.fuse.merge_rows import merge_into_row_program
 from relaxlite.passes.loops.access import coefficient
 from relaxlite.passes.loops.pattern import (
     ConcatPart,
@@ -73,7 +73,7 @@ def merge_stages(
     except CannotMerge:
         inlined = _inline_in_place(list(stages), intermediates)
         checks = [s for s in inlined if isinstance(s, Check)]
-        rows = rows_from([s for s in inlined if not isinstance(s, Check)], intermediates)
+        rows = merge_into_row_program([s for s in inlined if not isinstance(s, Check)], intermediates)
         if rows is None or any(_read(check) & {*intermediates, *outputs} for check in checks):
             raise
         return [*checks, rows.nest], tuple(outputs)
@@ -321,7 +321,7 @@ def _epilogue_stmts(result: Store, loops: Sequence[For], after: Sequence[Stmt], 
         read = next((x for x in loads(stage) if x.buffer in values), None)
         if read is None or injective_store(nest) is None:
             raise CannotMerge(f"{_name_of(stage)} is not computed element by element from {result.buffer.name}")
-        substitution = element_of(nest, read, indices_of[read.buffer])
+        substitution = solve_loop_vars(nest, read, indices_of[read.buffer])
         if substitution is None:
             raise CannotMerge(f"{_name_of(stage)} does not read each element of {read.buffer.name} once")
         body = Substitute(substitution).stmt(nest.body)
@@ -355,7 +355,7 @@ def _forwarded_value(store: Store, is_stored: bool) -> Value:
     return store.value if is_recomputed else Load(store.buffer, store.indices)
 
 
-def element_of(nest: Nest, read: Load, place: Sequence[SymExpr]) -> dict[SymVar, SymExpr] | None:
+def solve_loop_vars(nest: Nest, read: Load, place: Sequence[SymExpr]) -> dict[SymVar, SymExpr] | None:
     """Solve for the loop variables of a nest at which it reads the element at the indices `place`.
 
     None unless the nest reads each element of the buffer once: in order, transposed or reshaped. The flat position of

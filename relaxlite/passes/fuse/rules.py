@@ -15,8 +15,8 @@ from relaxlite.ir.program import Check, For, LetIndex, Load, Select, Stmt, Tenso
 from relaxlite.ir.program_visitor import loads, stmt_values, stores, value_children, walk_stmts
 from relaxlite.ir.symbolic import SymExpr, product, substitute, sym
 from relaxlite.ir.types import TensorType
-from relaxlite.passes.fuse.call_graph import Group, Node
-from relaxlite.passes.fuse.cost import Verdict, Work, tensor_bytes, weigh
+from relaxlite.passes.fuse.call_graph import CallNode, FusionGroup
+from relaxlite.passes.fuse.cost import FusionVerdict, KernelWork, compare_work, tensor_bytes
 from relaxlite.passes.loops.pattern import LoopPattern, reduction_of, top_stages
 from relaxlite.passes.loops.row_program import match_row_program
 
@@ -25,7 +25,7 @@ READ_FLOPS = 4  # operations as cheap as the address and the load of a stored el
 # Legality
 
 
-def refuse_epilogue(node: Node, path: Sequence[Node]) -> str | None:
+def refuse_epilogue(node: CallNode, path: Sequence[CallNode]) -> str | None:
     """Reason against running the consumers on `path` as an epilogue of a reduction.
 
     An epilogue is elementwise, apart from reshapes. merge_stages.py decides whether the loops merge.
@@ -44,13 +44,13 @@ def refuse_epilogue(node: Node, path: Sequence[Node]) -> str | None:
     return None
 
 
-def loads_of(node: Node, variables: set[Var]) -> list[Load]:
+def loads_of(node: CallNode, variables: set[Var]) -> list[Load]:
     """Loads of a program from operands among these variables."""
     buffers = {b for b, arg in zip(node.program.inputs, node.call.args, strict=True) if arg in variables}
     return [load for load in loads(node.program.body) if load.buffer in buffers]
 
 
-def refuse_injective(path: Sequence[Node], sink: Node) -> str | None:
+def refuse_injective(path: Sequence[CallNode], sink: CallNode) -> str | None:
     """Reason against inlining a value along `path` into `sink`, by the patterns of the programs."""
     for other in path:
         limit = LoopPattern.ROW if other is sink else LoopPattern.CONCAT
@@ -59,7 +59,7 @@ def refuse_injective(path: Sequence[Node], sink: Node) -> str | None:
     return None
 
 
-def refuse_data_index(group: Group) -> str | None:
+def refuse_data_index(group: FusionGroup) -> str | None:
     """Reason against inlining an index that is loaded from data.
 
     The bounds check of the index encloses the store that uses the index: before a Select that would guard the access,
@@ -76,7 +76,7 @@ def refuse_data_index(group: Group) -> str | None:
     return None
 
 
-def _downstream(node: Node, group: Group) -> list[Node]:
+def _downstream(node: CallNode, group: FusionGroup) -> list[CallNode]:
     """Calls of the group that depend on the node."""
     dependents = dict.fromkeys([node])
     for other in group.nodes:  # in order of position
@@ -89,7 +89,7 @@ def _has_data_index(program: TensorProgram) -> bool:
     return any(isinstance(s, LetIndex) for s in walk_stmts(program.body))
 
 
-def _reads_under_condition(node: Node, group: Group) -> bool:
+def _reads_under_condition(node: CallNode, group: FusionGroup) -> bool:
     """Whether the call loads a result of the group only under the condition of a Select."""
     roots = [v for s in walk_stmts(node.program.body) for v in stmt_values(s)]
     certain = {(load.buffer, load.indices) for root in roots for load in _unconditional_loads(root)}
@@ -107,7 +107,7 @@ def _unconditional_loads(value: Value) -> Iterator[Load]:
 # Costs
 
 
-def inline_verdict(producer: Node, consumers: Sequence[Node], *, outputs: int = 1) -> Verdict:
+def inline_verdict(producer: CallNode, consumers: Sequence[CallNode], *, outputs: int = 1) -> FusionVerdict:
     """Decide whether to compute a producer's elements where they are read, instead of storing and loading them.
 
     Elements that several consumers read at the same index are computed once per output of their kernel.
@@ -121,36 +121,36 @@ def inline_verdict(producer: Node, consumers: Sequence[Node], *, outputs: int = 
     figures = {"bytes_saved": size * 2, "flops_added": (evaluations - elements) * operations}
     parallel = [_parallel(n) for n in (producer, *consumers)]
     if evaluations is elements and all(p is parallel[0] for p in parallel):
-        return Verdict(True, "each element is computed once and never stored", figures)
+        return FusionVerdict(True, "each element is computed once and never stored", figures)
     read = sum((_bytes(a) for a in producer.group.inputs), sym(0))
-    separate = [Work(elements * operations, read + size, parallel[0])]
+    separate = [KernelWork(elements * operations, read + size, parallel[0])]
     flops, bytes_moved = sym(0), sym(0)
     for c, iterations in zip(consumers, parallel[1:], strict=True):
         consumer_flops = _flops(c)
         other_bytes = sum((_bytes(a) for a in dict.fromkeys(c.call.args) if a is not producer.var), sym(0))
         other_bytes = other_bytes + tensor_bytes(c.shape, _dtype(c))
-        separate.append(Work(consumer_flops, other_bytes + size, iterations))
+        separate.append(KernelWork(consumer_flops, other_bytes + size, iterations))
         flops, bytes_moved = flops + consumer_flops, bytes_moved + other_bytes
-    merged = Work(flops + evaluations * operations, bytes_moved + read, parallel[-1])
+    merged = KernelWork(flops + evaluations * operations, bytes_moved + read, parallel[-1])
     if len(consumers) > 1:  # one kernel in any case: what counts is the producer
-        separate = [separate[0], Work(flops, bytes_moved + size, parallel[-1])]
-    return weigh(separate, merged, figures)
+        separate = [separate[0], KernelWork(flops, bytes_moved + size, parallel[-1])]
+    return compare_work(separate, merged, figures)
 
 
-def rows_verdict(groups: Sequence[Group], merged: Group) -> Verdict:
+def rows_verdict(groups: Sequence[FusionGroup], merged: FusionGroup) -> FusionVerdict:
     """Decide whether row-wise reductions and the stages along their rows are faster as one row program."""
     separate = []
     for group in groups:
         anchors = [n for n in group.nodes if n.pattern >= LoopPattern.REDUCTION]
         flops = sum((_flops(n) for n in group.nodes), sym(0))
-        separate.append(Work(flops, _bytes_moved(group), _parallel(anchors[0] if anchors else group.nodes[-1])))
+        separate.append(KernelWork(flops, _bytes_moved(group), _parallel(anchors[0] if anchors else group.nodes[-1])))
     anchor = next(n for n in merged.nodes if n.pattern >= LoopPattern.REDUCTION)
-    fused = Work(sum((w.flops for w in separate), sym(0)), _bytes_moved(merged), _parallel(anchor))
+    fused = KernelWork(sum((w.flops for w in separate), sym(0)), _bytes_moved(merged), _parallel(anchor))
     bytes_saved = sum((w.bytes for w in separate), sym(0)) - fused.bytes
-    return weigh(separate, fused, {"bytes_saved": bytes_saved})
+    return compare_work(separate, fused, {"bytes_saved": bytes_saved})
 
 
-def loses_threads(node: Node) -> bool:
+def loses_parallelism(node: CallNode) -> bool:
     """Whether fusion leaves the consumers of a call fewer independent iterations.
 
     A row program runs consumers row by row.
@@ -159,12 +159,12 @@ def loses_threads(node: Node) -> bool:
     return bool(anchors) and _parallel(anchors[0]) is not product(node.shape)
 
 
-def _bytes_moved(group: Group) -> SymExpr:
+def _bytes_moved(group: FusionGroup) -> SymExpr:
     """Bytes that a kernel reads and writes."""
-    return sum((_bytes(x) for x in (*group.inputs, *(n.var for n in group.outs))), sym(0))
+    return sum((_bytes(x) for x in (*group.inputs, *(n.var for n in group.outputs))), sym(0))
 
 
-def may_share_rows(group: Group) -> bool:
+def may_share_rows(group: FusionGroup) -> bool:
     """Whether a group may become a row program: only reductions, row programs and injective calls."""
     allowed = (LoopPattern.REDUCTION, LoopPattern.ROW)
     return all(
@@ -173,7 +173,7 @@ def may_share_rows(group: Group) -> bool:
     )
 
 
-def _dtype(node: Node) -> str:
+def _dtype(node: CallNode) -> str:
     return node.call.ty.dtype if isinstance(node.call.ty, TensorType) else "float32"
 
 
@@ -188,12 +188,12 @@ def _operations(program: TensorProgram) -> int:
     return max(sum(stmt_flops(s) + len({(x.buffer, x.indices) for x in loads(s)}) - 1 for s in top_stages(program)), 0)
 
 
-def _extent(loops: Sequence[Stmt], node: Node) -> SymExpr:
+def _extent(loops: Sequence[Stmt], node: CallNode) -> SymExpr:
     symbols = dict(zip(node.program.symbols, node.call.sym_args, strict=True))
     return product(substitute(loop.extent, symbols) for loop in loops if isinstance(loop, For))
 
 
-def _evaluations(consumer: Node, producer: Node) -> SymExpr:
+def _evaluations(consumer: CallNode, producer: CallNode) -> SymExpr:
     """Number of loads of the producer's elements by the consumer."""
     buffers = {b for b, a in zip(consumer.program.inputs, consumer.call.args, strict=True) if a is producer.var}
     total = sym(0)
@@ -209,7 +209,7 @@ def _evaluations(consumer: Node, producer: Node) -> SymExpr:
     return total
 
 
-def _reads_in_place(consumer: Node, producer: Node) -> bool:
+def _reads_in_place(consumer: CallNode, producer: CallNode) -> bool:
     """Whether each element of the consumer reads exactly the element of the producer at the same indices."""
     read = loads_of(consumer, {producer.var})
     if consumer.pattern > LoopPattern.INJECTIVE or product(consumer.shape) is not product(producer.shape):
@@ -217,7 +217,7 @@ def _reads_in_place(consumer: Node, producer: Node) -> bool:
     return all(load.indices == store.indices for store in stores(consumer.program.body) for load in read)
 
 
-def _flops(node: Node) -> SymExpr:
+def _flops(node: CallNode) -> SymExpr:
     """FLOPs of a call: operations of each stage times its iterations."""
     total = sym(0)
     for stage in top_stages(node.program):
@@ -228,7 +228,7 @@ def _flops(node: Node) -> SymExpr:
     return total
 
 
-def _parallel(node: Node) -> SymExpr:
+def _parallel(node: CallNode) -> SymExpr:
     """Number of independent iterations of a call."""
     if node.pattern < LoopPattern.REDUCTION:
         return product(node.shape)

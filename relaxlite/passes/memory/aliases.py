@@ -110,7 +110,7 @@ class Aliases:
         arm_of = dict(self._arms[b])
         return any(branch in arm_of and arm_of[branch] != arm for branch, arm in self._arms[a])
 
-    def other_branches(self, var: Var) -> list[tuple[int, int]]:
+    def exclusive_branches(self, var: Var) -> list[tuple[int, int]]:
         """Steps (first, last) of the later branches that run in place of the branch that binds the variable."""
         step_ranges = (self._arm_steps[branch, 1] for branch, arm in reversed(self._arms[var]) if arm == 0)
         return [(first, last) for first, last in step_ranges if first <= last]

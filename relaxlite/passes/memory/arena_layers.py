@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from relaxlite.passes.memory.arena_order import GOOD_RATIO, Problem, Span, Tenant, search
+from relaxlite.passes.memory.arena_order import GOOD_RATIO, ArenaTensor, PackingProblem, StepRange, search
 from relaxlite.records import dataclass
 
 _CYCLE = 2  # layers after which positions repeat
@@ -48,18 +48,18 @@ class _Layers:
         return sorted(self.tensors, key=lambda k: (rank[k], k))
 
 
-def search_layers(problem: Problem) -> tuple[list[int], float]:
+def search_order_by_layers(problem: PackingProblem) -> tuple[list[int], float]:
     """Find an order from low to high offsets; returns the order and its worst ratio."""
-    layers = _find_layers(problem.tenants)
+    layers = _find_layers(problem.tensors)
     if layers is None:
         return search(problem)
-    few = Problem(_without(layers, problem.tenants), problem.samples[layers.solved])
+    few = PackingProblem(_without(layers, problem.tensors), problem.samples[layers.solved])
     order = layers.expanded(search(few)[0])
     result = order, float(problem.ratios(order).max(initial=1.0))
     return result if result[1] <= GOOD_RATIO else min(result, search(problem), key=lambda one: one[1])
 
 
-def _find_layers(tensors: Sequence[Tenant]) -> _Layers | None:
+def _find_layers(tensors: Sequence[ArenaTensor]) -> _Layers | None:
     """The repetition that omits most tensors; None if none omits any."""
     ranked = sorted(range(len(tensors)), key=lambda k: tensors[k].first)
     kind_numbers: dict[object, int] = {}
@@ -80,7 +80,7 @@ def _find_layers(tensors: Sequence[Tenant]) -> _Layers | None:
     return best
 
 
-def _without(layers: _Layers, tensors: Sequence[Tenant]) -> list[Tenant]:
+def _without(layers: _Layers, tensors: Sequence[ArenaTensor]) -> list[ArenaTensor]:
     """The solved tensors, with the steps of omitted tensors removed."""
     firsts = [tensors[k].first for k in layers.tensors]
     steps_per_layer = firsts[layers.first + layers.period] - firsts[layers.first]
@@ -91,12 +91,12 @@ def _without(layers: _Layers, tensors: Sequence[Tenant]) -> list[Tenant]:
         """The step after the removal."""
         return step if step < omitted_end else step - steps
 
-    def spans(tensor: Tenant) -> tuple[Span, ...]:
+    def spans(tensor: ArenaTensor) -> tuple[StepRange, ...]:
         """Spans after the removal, still in order where only the later of two spans moves."""
-        result: list[Span] = []
+        result: list[StepRange] = []
         for first, last in tensor.spans:
             start = max(moved(first), result[-1][1]) if result else moved(first)
             result.append((start, max(start, moved(last))))
         return tuple(result)
 
-    return [Tenant(tensors[k].size, spans(tensors[k])) for k in layers.solved]
+    return [ArenaTensor(tensors[k].size, spans(tensors[k])) for k in layers.solved]

@@ -26,15 +26,15 @@ _START_BUDGET = 100_000  # placements of all starts; more tensors are placed at 
 _NUM_STARTS = 4
 _KINDS = 4  # number of priorities
 
-Span = tuple[int, int]
+StepRange = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class ArenaTensor:
     """Tensor to pack: `size` bytes, live during the steps of its spans, first and last included, in order."""
 
     size: SymExpr
-    spans: tuple[Span, ...]
+    spans: tuple[StepRange, ...]
 
     @property
     def first(self) -> int:
@@ -46,17 +46,17 @@ class Tenant:
         """Last step in which the tensor is live."""
         return self.spans[-1][1]
 
-    def meets(self, other: Tenant) -> bool:
+    def overlaps_in_time(self, other: ArenaTensor) -> bool:
         """Whether the two tensors are live in a common step."""
         return any(a <= d and c <= b for a, b in self.spans for c, d in other.spans)
 
 
-class Problem:
+class PackingProblem:
     """Packing problem: which tensors are live at once, and the score of an order."""
 
-    def __init__(self, tensors: Sequence[Tenant], samples: np.ndarray) -> None:
+    def __init__(self, tensors: Sequence[ArenaTensor], samples: np.ndarray) -> None:
         """`samples`: aligned size in bytes of each tensor (row) at each valuation (column)."""
-        self.tenants, self.samples = tensors, samples
+        self.tensors, self.samples = tensors, samples
         self.neighbours = _neighbours(tensors)
         bounds = _lower_bounds(tensors, samples)
         self.bounded = np.flatnonzero(bounds > 0)
@@ -83,20 +83,20 @@ class Problem:
         return result
 
 
-def _neighbours(tensors: Sequence[Tenant]) -> list[list[int]]:
+def _neighbours(tensors: Sequence[ArenaTensor]) -> list[list[int]]:
     result: list[list[int]] = [[] for _ in tensors]
     alive: list[int] = []
     for k in sorted(range(len(tensors)), key=lambda k: tensors[k].first):
         alive = [j for j in alive if tensors[j].last >= tensors[k].first]
         for j in alive:
-            if tensors[j].meets(tensors[k]):
+            if tensors[j].overlaps_in_time(tensors[k]):
                 result[j].append(k)
                 result[k].append(j)
         alive.append(k)
     return result
 
 
-def _lower_bounds(tensors: Sequence[Tenant], samples: np.ndarray) -> np.ndarray:
+def _lower_bounds(tensors: Sequence[ArenaTensor], samples: np.ndarray) -> np.ndarray:
     """Largest sum of sizes live in one step, at each valuation."""
     changes = np.zeros((2 + max(tensor.last for tensor in tensors), samples.shape[1]))
     for tensor, sizes in zip(tensors, samples, strict=True):
@@ -120,13 +120,13 @@ def _best_gap(occupied: list[tuple[float, float]], size: float) -> float:
 # Values of symbols
 
 
-def valuations(variables: tuple[SymVar, ...]) -> list[dict[SymVar, int]]:
+def representative_values(variables: tuple[SymVar, ...]) -> list[dict[SymVar, int]]:
     """Representative values within bounds: all symbols equal, one against all others, and all upper bounds."""
     assignments: dict[tuple[int, ...], None] = {}
 
     def add(target_of: Callable[[SymVar], int]) -> None:
         """Add the legal values nearest to the targets."""
-        assignments[tuple(nearest(v, target_of(v)) for v in variables)] = None
+        assignments[tuple(nearest_legal_value(v, target_of(v)) for v in variables)] = None
 
     for scale in _SCALES:
         add(lambda _, scale=scale: scale)  # type: ignore[misc]
@@ -140,7 +140,7 @@ def valuations(variables: tuple[SymVar, ...]) -> list[dict[SymVar, int]]:
     return [dict(zip(variables, values, strict=True)) for values in list(assignments)[:_MAX_VALUATIONS]]
 
 
-def nearest(var: SymVar, value: int) -> int:
+def nearest_legal_value(var: SymVar, value: int) -> int:
     """The nearest value that the bounds and the divisor of a symbol allow."""
     value = max(value, var.lower if var.lower is not None else value)
     value = -(-value // var.divisor) * var.divisor
@@ -165,15 +165,15 @@ class _Candidate:
         return float(self.ratios.max(initial=1.0)), float(self.ratios.mean()) if len(self.ratios) else 1.0
 
 
-def _try(problem: Problem, priority: list[int], at: int) -> _Candidate:
+def _try(problem: PackingProblem, priority: list[int], at: int) -> _Candidate:
     order = problem.place(priority, at)
     return _Candidate(priority, at, order, problem.ratios(order))
 
 
-def search(problem: Problem) -> tuple[list[int], float]:
+def search(problem: PackingProblem) -> tuple[list[int], float]:
     """Find an order from low to high offsets; returns the order and its worst ratio."""
     starts: dict[int, _Candidate] = {}  # best per priority
-    num_valuations = max(2, _START_BUDGET // (_KINDS * len(problem.tenants)))
+    num_valuations = max(2, _START_BUDGET // (_KINDS * len(problem.tensors)))
     for at in range(min(num_valuations, problem.samples.shape[1])):
         for kind, priority in enumerate(priorities(problem, at)):
             attempt = _try(problem, priority, at)
@@ -182,7 +182,7 @@ def search(problem: Problem) -> tuple[list[int], float]:
             if attempt.score[0] <= GOOD_RATIO:
                 return attempt.order, attempt.score[0]
     ranked = sorted(starts.values(), key=lambda candidate: candidate.score)[:_NUM_STARTS]
-    steps = min(_MAX_STEPS, _BUDGET // (len(problem.tenants) * len(ranked)))
+    steps = min(_MAX_STEPS, _BUDGET // (len(problem.tensors) * len(ranked)))
     best = ranked[0]
     for start in ranked:
         climbed = _climb(problem, start, steps)
@@ -192,18 +192,18 @@ def search(problem: Problem) -> tuple[list[int], float]:
     return best.order, best.score[0]
 
 
-def priorities(problem: Problem, at: int) -> Iterator[list[int]]:
+def priorities(problem: PackingProblem, at: int) -> Iterator[list[int]]:
     """Orders in which to place the tensors: those that are hard to place later come first."""
     sizes: list[float] = problem.samples[:, at].tolist()
-    lengths = [tensor.last - tensor.first + 1 for tensor in problem.tenants]
+    lengths = [tensor.last - tensor.first + 1 for tensor in problem.tensors]
     all_tensors = range(len(sizes))
     yield sorted(all_tensors, key=lambda k: (-lengths[k], -sizes[k], k))
     yield sorted(all_tensors, key=lambda k: (-sizes[k] * lengths[k], k))
-    yield sorted(all_tensors, key=lambda k: (-sizes[k], problem.tenants[k].first))
-    yield sorted(all_tensors, key=lambda k: (problem.tenants[k].first, -sizes[k]))
+    yield sorted(all_tensors, key=lambda k: (-sizes[k], problem.tensors[k].first))
+    yield sorted(all_tensors, key=lambda k: (problem.tensors[k].first, -sizes[k]))
 
 
-def _climb(problem: Problem, start: _Candidate, steps: int) -> _Candidate:
+def _climb(problem: PackingProblem, start: _Candidate, steps: int) -> _Candidate:
     """Hill climbing over priorities, mostly on the critical path; keeps changes that do not worsen the score."""
     rng = random.Random(0)
     best, path = start, _critical_path(problem, start)
@@ -226,7 +226,7 @@ def _climb(problem: Problem, start: _Candidate, steps: int) -> _Candidate:
     return best
 
 
-def _critical_path(problem: Problem, candidate: _Candidate) -> list[int]:
+def _critical_path(problem: PackingProblem, candidate: _Candidate) -> list[int]:
     """Stack of tensors, from the top down, that determines the arena where its ratio is worst."""
     sizes: list[float] = problem.samples[:, problem.bounded[int(candidate.ratios.argmax())]].tolist()
     ends: dict[int, float] = {}

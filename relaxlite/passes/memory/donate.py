@@ -45,7 +45,7 @@ def donate(module: IRModule, context: PassContext) -> IRModule:
     """Update dead tensors in place, and store the new contents of donated parameters in their memory."""
     definitions: dict[str, Definition] = dict(module)
     table = ProgramTable(definitions)
-    originals = {name: update for name, p in module.programs().items() if (update := update_of(p)) is not None}
+    originals = {name: update for name, p in module.programs().items() if (update := match_update(p)) is not None}
     for name, function in module.functions().items():
         if originals or donated_params(function):
             rewriter = _Donate(module, context, table, originals, function)
@@ -60,7 +60,7 @@ class Update(NamedTuple):
     output: int
 
 
-def update_of(program: TensorProgram) -> Update | None:
+def match_update(program: TensorProgram) -> Update | None:
     """Match a program that copies an input to an output and then stores to it; None for other programs."""
     stages = [s for s in top_stages(program) if not isinstance(s, Check)]
     store = injective_store(perfect_nest(stages[0])) if len(stages) > 1 else None

@@ -15,8 +15,8 @@ import numpy as np
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.simplify import num_atoms
 from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, evaluate, smax, sym
-from relaxlite.passes.memory.arena_layers import search_layers
-from relaxlite.passes.memory.arena_order import Problem, Tenant, valuations
+from relaxlite.passes.memory.arena_layers import search_order_by_layers
+from relaxlite.passes.memory.arena_order import ArenaTensor, PackingProblem, representative_values
 from relaxlite.records import dataclass
 
 ALIGNMENT = 64
@@ -44,7 +44,7 @@ class ArenaOffset:
     """Distance from the start of the arena in bytes: a base (None: the start) plus a sum of sizes."""
 
     base: OffsetBase | None
-    rooms: SymExpr  # sum of aligned sizes in terms of the model's symbols
+    sizes: SymExpr  # sum of aligned sizes in terms of the model's symbols
     short: SymExpr  # the same sum in terms of names of sizes
     samples: np.ndarray  # its value at each of the packer's valuations
 
@@ -56,38 +56,38 @@ class ArenaOffset:
     @property
     def full(self) -> SymExpr:
         """The offset in terms of the model's symbols."""
-        return self.rooms if self.base is None else self.base.full + self.rooms
+        return self.sizes if self.base is None else self.base.full + self.sizes
 
     @property
     def key(self) -> tuple[OffsetBase | None, SymExpr]:
         """Structural key of the offset."""
-        return self.base, self.rooms
+        return self.base, self.sizes
 
 
 @dataclass(slots=True)
 class Packing:
-    """Offsets of all tensors. `rooms` names sizes of several terms; `bases` are in order of computation."""
+    """Offsets of all tensors. `sizes` names sizes of several terms; `bases` are in order of computation."""
 
-    places: list[ArenaOffset]  # of each tensor
+    offsets: list[ArenaOffset]  # of each tensor
     end: ArenaOffset  # of the arena
-    rooms: dict[SymExpr, SymVar]
+    sizes: dict[SymExpr, SymVar]
     bases: list[OffsetBase]
     worst_ratio: float  # of the arena to the lower bound of aligned sizes, at the packer's valuations
 
 
-def pack(tensors: Sequence[Tenant]) -> Packing:
+def pack(tensors: Sequence[ArenaTensor]) -> Packing:
     """Assign offsets in one arena to all tensors."""
     sizes = _AlignedSizes(tensors)
-    problem = Problem(tensors, sizes.samples)
-    order, ratio = search_layers(problem)
+    problem = PackingProblem(tensors, sizes.samples)
+    order, ratio = search_order_by_layers(problem)
     offsets = _Offsets(sizes, problem, order)
-    return Packing(offsets.places, offsets.end, sizes.names, offsets.bases, ratio)
+    return Packing(offsets.offsets, offsets.end, sizes.names, offsets.bases, ratio)
 
 
 class _AlignedSizes:
     """Sizes of tensors, aligned and not negative, with their values at representative values of the symbols."""
 
-    def __init__(self, tensors: Sequence[Tenant]) -> None:
+    def __init__(self, tensors: Sequence[ArenaTensor]) -> None:
         analyzer = Analyzer()
         sizes = dict.fromkeys(tensor.size for tensor in tensors)
         aligned = {size: ceildiv(size, ALIGNMENT) * ALIGNMENT for size in sizes}
@@ -107,7 +107,7 @@ class _AlignedSizes:
 def _columns(sizes: Sequence[SymExpr], variables: tuple[SymVar, ...]) -> Iterator[list[int]]:
     """Values of the sizes at each valuation where they are defined; at least one column."""
     has_column = False
-    for values in valuations(variables):
+    for values in representative_values(variables):
         try:
             yield [evaluate(size, values) for size in sizes]
             has_column = True
@@ -120,7 +120,7 @@ def _columns(sizes: Sequence[SymExpr], variables: tuple[SymVar, ...]) -> Iterato
 class _Offsets:
     """Offset of each tensor: the largest end of its lower neighbours, over as few ends as provable."""
 
-    def __init__(self, sizes: _AlignedSizes, problem: Problem, order: Sequence[int]) -> None:
+    def __init__(self, sizes: _AlignedSizes, problem: PackingProblem, order: Sequence[int]) -> None:
         self._analyzer = Analyzer()
         self._proven: dict[tuple[object, object], bool] = {}
         self._failures = 0
@@ -135,11 +135,11 @@ class _Offsets:
             below = [j for j in problem.neighbours[k] if rank[j] < rank[k]]
             offsets[k] = self._maximum([ends[j] for j in _maximal(below, neighbours_of, rank)])
             ends[k] = self._add_size(offsets[k], sizes, k)
-        self.places = [offsets[k] for k in range(len(order))]
+        self.offsets = [offsets[k] for k in range(len(order))]
         self.end = self._maximum([ends[k] for k in _maximal(order, neighbours_of, rank)])
 
     def _add_size(self, offset: ArenaOffset, sizes: _AlignedSizes, k: int) -> ArenaOffset:
-        result = offset.rooms + sizes.aligned[k], offset.short + sizes.short(k), offset.samples + sizes.samples[k]
+        result = offset.sizes + sizes.aligned[k], offset.short + sizes.short(k), offset.samples + sizes.samples[k]
         return ArenaOffset(offset.base, *result)
 
     def _maximum(self, offsets: Sequence[ArenaOffset]) -> ArenaOffset:
@@ -175,7 +175,7 @@ class _Offsets:
 
     def _prove(self, a: ArenaOffset, b: ArenaOffset) -> bool:
         """Prove a <= b: by sizes on a common base, by an operand of b's base, or by all operands of a's base."""
-        if (a.base is b.base or a.base is None) and self._prove_le(a.rooms, b.rooms):
+        if (a.base is b.base or a.base is None) and self._prove_le(a.sizes, b.sizes):
             return True
         if b.base is not None and any(self._is_below(a, _on_operand(operand, b)) for operand in b.base.operands):
             return True
@@ -198,7 +198,7 @@ def _on_operand(operand: ArenaOffset, offset: ArenaOffset) -> ArenaOffset:
     """The offset with an operand of its base in place of the base. The offset is the maximum of these."""
     assert offset.base is not None
     samples = operand.samples + (offset.samples - offset.base.samples)
-    return ArenaOffset(operand.base, operand.rooms + offset.rooms, operand.short + offset.short, samples)
+    return ArenaOffset(operand.base, operand.sizes + offset.sizes, operand.short + offset.short, samples)
 
 
 def _maximal(below: Sequence[int], neighbours_of: Sequence[frozenset[int]], rank: dict[int, int]) -> list[int]:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
-from relaxlite.passes.memory.arena_order import nearest
+from relaxlite.passes.memory.arena_order import nearest_legal_value
 from relaxlite.records import dataclass
 
 _EXAMPLES = (1, 16, 128, 1024)
@@ -40,7 +40,7 @@ class PlannedTensor:
 class MemoryPlan:
     """Arena of one function: `steps` describes the bindings in order, `tensors` the tensors in the arena.
 
-    `most`: upper bound of the arena in bytes, None where a symbol in its size has no upper bound. `outside`: names of
+    `max_bytes`: its upper bound in bytes, None where a symbol in its size has none. `outside`: names of
     intermediates with memory of their own, as their size or lifetime is known only later.
     """
 
@@ -48,7 +48,7 @@ class MemoryPlan:
     steps: tuple[str, ...]
     arena: SymExpr  # bytes
     tensors: tuple[PlannedTensor, ...]
-    most: int | None = None
+    max_bytes: int | None = None
     outside: tuple[str, ...] = ()
 
     def arena_bytes(self, at: Mapping[SymVar, int]) -> int:
@@ -73,12 +73,14 @@ class MemoryPlan:
         """Metadata for an executable: the arena as text, its upper bound, and bytes at example sizes."""
         sizes = (self.arena, *(tensor.nbytes for tensor in self.tensors))
         variables = tuple(dict.fromkeys(v for size in sizes for v in size.free_vars()))
-        samples = dict.fromkeys(tuple(nearest(v, size) for v in variables) for size in _EXAMPLES if variables)
+        samples = dict.fromkeys(
+            tuple(nearest_legal_value(v, size) for v in variables) for size in _EXAMPLES if variables
+        )
         examples = []
         for values in samples:
             at = dict(zip(variables, values, strict=True))
             named = {v.name: size for v, size in at.items()}
             with suppress(ZeroDivisionError):  # these sizes are illegal
                 examples.append({"sizes": named, "bytes": self.arena_bytes(at), "least": self.lower_bound(at)})
-        result = {"arena_bytes": str(self.arena), "at_most": self.most, "outside": len(self.outside)}
+        result = {"arena_bytes": str(self.arena), "at_most": self.max_bytes, "outside": len(self.outside)}
         return {**result, "examples": examples}

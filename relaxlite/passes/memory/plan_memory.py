@@ -40,7 +40,7 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, product, substitute, 
 from relaxlite.ir.types import ObjectType, ShapeType, TensorType, defined_symbols
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.memory.aliases import Aliases, find_aliases
-from relaxlite.passes.memory.arena_order import Span, Tenant
+from relaxlite.passes.memory.arena_order import ArenaTensor, StepRange
 from relaxlite.passes.memory.pack_arena import ALIGNMENT as ALIGNMENT
 from relaxlite.passes.memory.pack_arena import Packing, pack
 from relaxlite.passes.memory.plan import MemoryPlan, PlannedTensor
@@ -64,7 +64,7 @@ class _Group:
 
     size: SymExpr
     variables: list[Var]
-    spans: tuple[Span, ...] = ()
+    spans: tuple[StepRange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class _PlanFunction:
 
     def _arena(self, after: Var | None, groups: list[_Group]) -> _Arena | None:
         """Arena for these groups; None if it has no bytes, or holds one tensor of data-dependent size."""
-        tenants = [Tenant(self._planned_size(group.size), group.spans) for group in groups]
+        tenants = [ArenaTensor(self._planned_size(group.size), group.spans) for group in groups]
         if all(as_int(tenant.size) == 0 for tenant in tenants):
             return None
         if after is not None and len(groups) == 1:
@@ -251,14 +251,14 @@ def _merge(group_of: dict[Var, _Group], a: _Group, b: _Group, aliases: Aliases) 
         group_of.update((var, a) for var in b.variables)
 
 
-def _spans(aliases: Aliases, group: _Group) -> tuple[Span, ...]:
+def _spans(aliases: Aliases, group: _Group) -> tuple[StepRange, ...]:
     """Ranges of steps in which the group is live, without later branches that exclude it."""
     first = min(map(aliases.step, group.variables))
     last = max(map(aliases.last_use, group.variables))
     if len(group.variables) > 1:
         return ((first, last),)
     spans, start = [], first
-    for begin, end in aliases.other_branches(group.variables[0]):
+    for begin, end in aliases.exclusive_branches(group.variables[0]):
         if start < begin <= last:
             spans.append((start, begin - 1))
             start = end + 1
@@ -271,7 +271,7 @@ def _spans(aliases: Aliases, group: _Group) -> tuple[Span, ...]:
 def _memory_plan(name: str, aliases: Aliases, arena: _Arena) -> MemoryPlan:
     """The memory plan of an arena, in terms of the function's own symbols."""
     tensors = []
-    for group, place in zip(arena.groups, arena.packing.places, strict=True):
+    for group, place in zip(arena.groups, arena.packing.offsets, strict=True):
         owner = group.variables[0]
         for var in group.variables:
             spans = group.spans if var is owner else ((aliases.step(var), aliases.last_use(var)),)
@@ -280,7 +280,7 @@ def _memory_plan(name: str, aliases: Aliases, arena: _Arena) -> MemoryPlan:
             tensors.append(PlannedTensor(var.name, group.size, place.full, spans[0][0], spans[-1][1], inside, pauses))
     end = arena.packing.end.full
     upper_bound = Analyzer().interval(end)[1]  # fast, and exact for maxima of sums of products of sizes
-    return replace(_empty_plan(name, aliases), arena=end, tensors=tuple(tensors), most=upper_bound)
+    return replace(_empty_plan(name, aliases), arena=end, tensors=tuple(tensors), max_bytes=upper_bound)
 
 
 def _empty_plan(name: str, aliases: Aliases) -> MemoryPlan:
@@ -301,7 +301,7 @@ class _Rewrite:
         self._heads = {arena.after: _arena_bindings(arena) for arena in arenas}
         self._offsets: dict[Var, tuple[Var, SymExpr]] = {}
         for arena in arenas:
-            for group, offset in zip(arena.groups, arena.packing.places, strict=True):
+            for group, offset in zip(arena.groups, arena.packing.offsets, strict=True):
                 self._offsets.update((var, (arena.var, offset.expr)) for var in group.variables)
 
     def function(self, function: Function) -> Function:
@@ -338,7 +338,7 @@ class _Rewrite:
 def _arena_bindings(arena: _Arena) -> list[Binding]:
     """Allocation of an arena, after the definitions of the named sizes and bases that keep offsets short."""
     packing = arena.packing
-    levels: list[dict[SymVar, SymExpr]] = [{name: room for room, name in packing.rooms.items()}]
+    levels: list[dict[SymVar, SymExpr]] = [{name: room for room, name in packing.sizes.items()}]
     for base in packing.bases:
         levels += [{} for _ in range(1 + base.level - len(levels))]
         levels[base.level][base.name] = base.expr

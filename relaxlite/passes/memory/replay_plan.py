@@ -43,7 +43,7 @@ from relaxlite.ir.signatures import is_destination_passing
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
 from relaxlite.ir.types import ShapeType, TensorType, TupleType, Type, defined_symbols, type_symbols
 from relaxlite.ir.visitor import bodies
-from relaxlite.passes.memory.arena_order import valuations
+from relaxlite.passes.memory.arena_order import representative_values
 from relaxlite.records import dataclass
 
 _MAX_SIZES, _MAX_PATHS = 8, 12
@@ -105,7 +105,7 @@ def replay_plan(name: str, function: Function, module: IRModule) -> None:
     """
     symbols = tuple(dict.fromkeys(s for param in function.params for s in type_symbols(param.ty)))
     paths = list(_paths(function))
-    for sizes in valuations(symbols)[:_MAX_SIZES]:
+    for sizes in representative_values(symbols)[:_MAX_SIZES]:
         for path in paths:
             with suppress(_RefusedError, ZeroDivisionError):
                 _Replay(name, module, sizes, path).function(function)

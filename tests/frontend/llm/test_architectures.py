@@ -494,7 +494,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     checkpoint = read_checkpoint(tmp_path)
     shapes = ((1, 1), (2, 7), (1, 70))
     contexts = {shape: checkpoint.config.context for shape in shapes}
-    if checkpoint.config.usual_context:  # beyond it another rotary embedding is used, for all positions
+    if checkpoint.config.default_context:  # beyond it another rotary embedding is used, for all positions
         contexts = {(batch, seq): 64 if seq <= 64 else 256 for batch, seq in shapes}
     for context in set(contexts.values()):
         config = replace(checkpoint.config, context=context)

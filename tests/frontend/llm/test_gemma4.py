@@ -245,6 +245,6 @@ def with_rope(kind: str, **section: Any) -> dict[str, Any]:
     ],
 )
 def test_folders_that_we_would_compute_otherwise_are_refused(more: dict[str, Any], problem: str) -> None:
-    assert describe(CONFIG, "place")[0].layer_input == 8
+    assert describe(CONFIG, "place")[0].per_layer_input == 8
     with pytest.raises(ImportModelError, match=f"place: .*{problem}"):
         describe({**CONFIG, **more}, "place")

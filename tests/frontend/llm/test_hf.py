@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.checkpoint import Weight, split_fused
-from relaxlite.frontend.llm.config import Convolutions, DecoderConfig, Experts, Latent, Rope, RopeScaling, StateLayers
+from relaxlite.frontend.llm.config import (
+    Convolutions,
+    DecoderConfig,
+    Experts,
+    LatentAttention,
+    Rope,
+    RopeScaling,
+    StateLayers,
+)
 from relaxlite.frontend.llm.hf_folder import describe
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.llm.tokenizer import Tokenizer
@@ -251,7 +259,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
         DecoderConfig(
             "deepseek_v2", 102400, 2048, 27, 16, 1, 576, 10944, 163840, 1e-6,
             Rope(1e4, 64, RopeScaling("yarn", 40.0, 4096, attention_factor=1.0)), False,
-            latent=Latent(512, 128, 64, 128, None, 1e-6),
+            latent=LatentAttention(512, 128, 64, 128, None, 1e-6),
             query_scale=192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2,
             experts=Experts(64, 6, 1408, False, 2816, layers=tuple(k >= 1 for k in range(27))),
         ),
@@ -267,7 +275,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
          "topk_method": "noaux_tc", "v_head_dim": 256, "vocab_size": 154880},
         DecoderConfig(
             "glm4_moe_lite", 154880, 2048, 47, 20, 1, 576, 10240, 202752, 1e-5, Rope(1e6, 64), False,
-            latent=Latent(512, 192, 64, 256, 768, 1e-6), query_scale=256**-0.5,
+            latent=LatentAttention(512, 192, 64, 256, 768, 1e-6), query_scale=256**-0.5,
             experts=Experts(
                 64, 4, 1536, True, 1536, layers=tuple(k >= 1 for k in range(47)), scores="sigmoid", is_balanced=True,
                 scale=1.8,
@@ -309,7 +317,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
             "gemma4", 262144, 1536, 35, 8, 1, 512, 6144, 131072, 1e-6, GEMMA4_ROPE, True, "gelu_tanh",
             **{**GEMMA4, "embedding_scale": float(np.float32(1536**0.5)), "window": 512},
             is_local=(*(True,) * 4, False) * 7, local_kv_heads=1, intermediates=(6144,) * 15 + (12288,) * 20,
-            keys_of=(*range(15), *(13, 13, 13, 13, 14) * 4), layer_input=256,
+            kv_shared_from=(*range(15), *(13, 13, 13, 13, 14) * 4), per_layer_input=256,
         ),
     ),
     "gemma-4-26B-A4B-it, its text": (
@@ -325,8 +333,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
         DecoderConfig(
             "gemma4", 262144, 2816, 30, 16, 2, 512, 2112, 262144, 1e-6, GEMMA4_ROPE, True, "gelu_tanh",
             **{**GEMMA4, "embedding_scale": float(np.float32(2816**0.5)), "window": 1024},
-            is_local=(*(True,) * 5, False) * 5, local_kv_heads=8, unvalued=(*(False,) * 5, True) * 5,
-            experts=Experts(128, 8, 704, True, is_beside=True, has_scales=True),
+            is_local=(*(True,) * 5, False) * 5, local_kv_heads=8, k_is_v_layers=(*(False,) * 5, True) * 5,
+            experts=Experts(128, 8, 704, True, has_dense_mlp=True, has_output_scales=True),
         ),
     ),
     "gpt2": (
@@ -334,7 +342,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], DecoderConfig]] = {
          "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257},
         DecoderConfig(
             "gpt2", 50257, 768, 12, 12, 12, 64, 3072, 1024, 1e-5, Rope(1e4, 64), True, "gelu_tanh",
-            norm="layer_biased", has_positions=True, unturned=(True,) * 12, **PLAIN,
+            norm="layer_biased", has_positions=True, nope_layers=(True,) * 12, **PLAIN,
         ),
     ),
     "phi-2": (
@@ -442,7 +450,7 @@ def test_what_transformers_takes_where_a_config_says_nothing() -> None:
     assert config.rope.base == 500000.0 and config.local_rope is not None and config.local_rope.base == 500000.0
     raw = {k: v for k, v in PUBLISHED["TinyLlama-1.1B-Chat"][0].items() if not k.startswith("rope")}
     config = describe({**raw, "model_type": "ministral3"}, "x")[0]
-    assert config.query_growth == (0.1, 16384) and config.rope.scaling is not None
+    assert config.query_log_scaling == (0.1, 16384) and config.rope.scaling is not None
     assert (config.rope.scaling.factor, config.rope.scaling.attention_factor) == (16.0, 1.0)
     raw = {key: value for key, value in PUBLISHED["Qwen3-30B-A3B"][0].items() if key != "head_dim"}
     assert describe(raw, "x")[0].head_width == 2048 // 32

@@ -68,8 +68,8 @@ def test_heads_together_give_what_they_give_alone() -> None:
     """In batches, too: a row beside others is what it is alone, to the bit."""
     config = small_checkpoint("deepseek_v2").config.latent
     assert config is not None
-    latent = replace(config, rank=64, plain=32, width=32, query_rank=32)
-    changes = {"hidden": 64, "intermediate": 64, "latent": latent, "head_width": 64 + latent.turned}
+    latent = replace(config, rank=64, nope_width=32, width=32, query_rank=32)
+    changes = {"hidden": 64, "intermediate": 64, "latent": latent, "head_width": 64 + latent.rope_width}
     checkpoint = quantize_checkpoint(small_checkpoint("deepseek_v2", **changes, rope=Rope(1e4, 8)), "q4_0")
     engine = CompiledEngine(rl.compile(build_step(checkpoint, groups_rows=True)))
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
@@ -113,12 +113,14 @@ def test_keys_that_lie_otherwise_in_a_file_are_turned_as_floats() -> None:
     checkpoint = small_checkpoint("deepseek_v2")
     net = checkpoint.config.latent
     assert net is not None
-    rows = np.random.default_rng(0).standard_normal((6 * (net.plain + net.width), net.rank)).astype(np.float32)
+    rows = np.random.default_rng(0).standard_normal((6 * (net.nope_width + net.width), net.rank)).astype(np.float32)
     packed = Weight(PackedRows.of(len(rows), rows.nbytes, lambda some: rows[some]), rows.shape)
     assert DEEPSEEK_V3.from_folder is not None
     found = DEEPSEEK_V3.from_folder({"layers.0.kv_up": packed}, checkpoint.config, "here")
     for h in range(6):
-        keys, values = np.split(rows[h * (net.plain + net.width) :][: net.plain + net.width], [net.plain])
+        keys, values = np.split(
+            rows[h * (net.nope_width + net.width) :][: net.nope_width + net.width], [net.nope_width]
+        )
         np.testing.assert_array_equal(found[f"layers.0.latent_keys.{h}"].to_float32(), keys.T)
         np.testing.assert_array_equal(found[f"layers.0.latent_values.{h}"].to_float32(), values)
 

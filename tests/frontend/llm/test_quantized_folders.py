@@ -17,7 +17,7 @@ from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.weight_names import HUGGING_FACE_LAYER, HUGGING_FACE_WHOLE
 from relaxlite.frontend.llm.hf_folder import describe, read_safetensors
 from relaxlite.frontend.llm.hf_quantized import METHODS, Quantization
-from relaxlite.frontend.llm.layers import Blocks
+from relaxlite.frontend.llm.layers import BlockOperands
 from relaxlite.frontend.llm.quantize import quantize_checkpoint
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.frontend.llm.step import build_step
@@ -237,7 +237,7 @@ def test_rows_are_read_in_any_order(name: str, tmp_path: Path) -> None:
     wanted, order = weight.to_float32(), np.random.default_rng(0).permutation(HIDDEN)
     np.testing.assert_array_equal(weight.rows(order).to_float32(), wanted[order])
     np.testing.assert_array_equal(weight.part(5, 77).rows(np.arange(71, -1, -1)).to_float32(), wanted[5:77][::-1])
-    operands = Blocks.of(weight, "w").operands
+    operands = BlockOperands.of(weight, "w").operands
     coding = weight.grouped(slice(0, 1)).coding
     assert coding.find_error() is None
     most = {8: 1.5, 4: 0.9, 3: 0.6, 2: 0.45}.get(coding.bits, 0)

@@ -563,7 +563,7 @@ def test_constant_plans_take_the_upper_bounds() -> None:
     made = plan_memory_pass(module(bounded), context)
     verify(made, "dps")
     plan = context.memory_plans["main"]
-    assert plan.arena == plan.most == 2 * 448
+    assert plan.arena == plan.max_bytes == 2 * 448
     assert all(tensor.offset.is_const for tensor in plan.tensors) and not context.notes
     args = np.arange(3, dtype="f4"), np.zeros(2, "f4"), np.array(False)
     np.testing.assert_allclose(Interpreter(made).run("main", *args), Interpreter(given).run("main", *args))

@@ -196,7 +196,7 @@ def test_the_pass_replays_where_passes_are_verified(monkeypatch: pytest.MonkeyPa
 
     def in_one_place(tenants: Any) -> Any:
         packing = pack(tenants)
-        packing.places = [packing.places[0]] * len(tenants)
+        packing.offsets = [packing.offsets[0]] * len(tenants)
         return packing
 
     monkeypatch.setattr(planner, "pack", in_one_place)

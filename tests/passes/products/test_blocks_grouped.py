@@ -23,7 +23,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.ir.ops.grouped_products import make_spans
 from relaxlite.ir.types import TensorType
 from relaxlite.llm.compiled_engine import CompiledEngine
-from relaxlite.llm.compiling import module_of
+from relaxlite.llm.compiling import build_step_module
 from relaxlite.passes.products import blocks_int16 as schedule_halves
 from tests.passes.products.test_blocks import LOW_BITS, NARROW, OLD, PORTABLE, WIDE, exact_case, here
 from tests.passes.products.test_blocks_int16 import has_halves, lowered
@@ -269,6 +269,6 @@ def test_experts_of_several_kinds_stay_apart() -> None:
     plain = small_checkpoint("experts", hidden=64, experts=replace(experts, intermediate=64))
     weights = dict(quantize_checkpoint(plain, "q4_0").weights)
     weights["layers.1.experts.3.up"] = quantize_checkpoint(plain, "q5_1").weights["layers.1.experts.3.up"]
-    module = module_of(replace(plain, weights=weights), groups_rows=True)
+    module = build_step_module(replace(plain, weights=weights), groups_rows=True)
     calls = str(module).count("grouped_matmul(")
     assert calls == 3  # of layer 0

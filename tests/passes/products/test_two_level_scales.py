@@ -13,7 +13,7 @@ import relaxlite as rl
 from relaxlite.errors import TypeInferenceError
 from relaxlite.frontend.llm.checkpoint import Checkpoint, Weight
 from relaxlite.frontend.llm.gguf_blocks import BLOCK_FORMATS
-from relaxlite.frontend.llm.layers import Blocks
+from relaxlite.frontend.llm.layers import BlockOperands
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Tuple, Var
@@ -35,7 +35,7 @@ def weight(kind: str, n: int, k: int, scale: float = 1.0, seed: int = 0) -> Weig
     return Weight(blocks.reshape(n, -1), (n, k), kind)
 
 
-def reads(blocks: Blocks, columns: int) -> IRModule:
+def reads(blocks: BlockOperands, columns: int) -> IRModule:
     """The whole weight, and columns of it."""
     bb = BlockBuilder()
     attrs = blocks.coding.attrs
@@ -54,7 +54,7 @@ def reads(blocks: Blocks, columns: int) -> IRModule:
 def test_operands_stand_for_the_same_numbers_bit_for_bit(kind: str, n: int, k: int) -> None:
     given = weight(kind, n, k)
     wanted = given.grouped().dequantize()
-    blocks = Blocks.of(given, "w")
+    blocks = BlockOperands.of(given, "w")
     values = [c.value for c in blocks.operands]
     plain = get_op("dequantize_blocks").reference(*values, **blocks.coding.attrs, coarse=False)
     at = np.random.default_rng(1).integers(-n, n, 5)
@@ -75,12 +75,14 @@ def test_operands_take_as_many_bytes_as_the_file(kind: str) -> None:
         "IQ2_S": 116 / 82 - 1, "IQ3_XXS": 140 / 98 - 1, "IQ3_S": 138 / 110 - 1, "TQ1_0": 74 / 54 - 1,
         "TQ2_0": 74 / 66 - 1, "Q1_0": 4 / 18, "Q2_0": 2 / 18, "NVFP4": 4 / 36,
     }.get(kind, 0)  # fmt: skip
-    assert sum(c.value.nbytes for c in Blocks.of(given, "w").operands) == pytest.approx(given.nbytes * (1 + more))
+    assert sum(c.value.nbytes for c in BlockOperands.of(given, "w").operands) == pytest.approx(
+        given.nbytes * (1 + more)
+    )
 
 
 @pytest.mark.parametrize("kind", K_FORMATS)
 def test_scales_have_two_levels(kind: str) -> None:
-    found = [(c.value.dtype.name, c.value.shape) for c in Blocks.of(weight(kind, 5, 512), "w").operands[1:]]
+    found = [(c.value.dtype.name, c.value.shape) for c in BlockOperands.of(weight(kind, 5, 512), "w").operands[1:]]
     if kind in ("Q3_K", "Q6_K"):
         assert found == [("int8", (32, 5)), ("float16", (2, 5))]
     else:
@@ -147,7 +149,7 @@ def test_what_is_no_weight_is_refused(scales: list[tuple[str, tuple[int, ...]]],
 # Products
 
 
-def product(blocks: Blocks, depth: int) -> IRModule:
+def product(blocks: BlockOperands, depth: int) -> IRModule:
     bb = BlockBuilder()
     m = bb.symbol("m")
     with bb.function("main", x=TensorType.of((m, depth), "float32")) as (x,):
@@ -162,7 +164,7 @@ def product(blocks: Blocks, depth: int) -> IRModule:
 @pytest.mark.parametrize("columns", [1, 40, 64])
 def test_products(kind: str, precision: str, tolerance: float, columns: int) -> None:
     given = weight(kind, columns, 768)
-    exe = rl.compile(product(Blocks.of(given, "w"), 768), precision=precision)
+    exe = rl.compile(product(BlockOperands.of(given, "w"), 768), precision=precision)
     exact = given.grouped().dequantize().astype(np.float64).T
     rng = np.random.default_rng(2)
     for m in (0, 1, 2, 17, 130):
@@ -175,7 +177,7 @@ def test_products(kind: str, precision: str, tolerance: float, columns: int) -> 
 def test_compiled_products_keep_the_bytes(precision: str) -> None:
     given = [weight(kind, 128, 512) for kind in ("Q4_K", "Q5_K", "Q6_K")]
     for one in given:
-        made = rl.compile(product(Blocks.of(one, "w"), 512), precision=precision)
+        made = rl.compile(product(BlockOperands.of(one, "w"), 512), precision=precision)
         kept = sum(a.nbytes for a in made.data.constants)
         assert one.nbytes <= kept <= 1.03 * one.nbytes + 8 * 128  # two numbers of each column, for inner products
 

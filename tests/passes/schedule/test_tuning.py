@@ -49,7 +49,7 @@ def sample(n: int) -> dict[str, np.ndarray]:
     return {"x": np.random.default_rng(n).standard_normal((n, 40)).astype(np.float32)}
 
 
-def task_of(module: IRModule, *sizes: int) -> tuner.Task:
+def task_of(module: IRModule, *sizes: int) -> tuner.TuningTask:
     (task,) = tuner.find_tasks(module, [sample(n) for n in sizes], HOST)
     return task
 
@@ -234,7 +234,7 @@ def test_tasks_are_programs_with_their_sizes_calls_and_constants() -> None:
 @pytest.mark.parametrize("n", [0, 1, 5, 64])
 def test_a_program_alone_computes_what_it_computes_in_the_model(n: int) -> None:
     task = replace(task_of(product_module(), 3), constants=frozenset())
-    exe = rl.compile(tuner.lone_module(task), passes=tuner._split_pipeline()[1])
+    exe = rl.compile(tuner.single_program_module(task), passes=tuner._split_pipeline()[1])
     inputs = {"size_0": np.zeros(n, np.bool_), "input_0": sample(n)["x"], "input_1": WEIGHT}
     (got,) = exe.run(inputs).values()
     np.testing.assert_allclose(got, np.maximum(sample(n)["x"] @ WEIGHT, 0), rtol=1e-4, atol=1e-4)
@@ -285,7 +285,7 @@ def test_other_results_disqualify(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_program_that_does_not_run_alone_is_left_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def search(task: tuner.Task, target: Target) -> None:
+    def search(task: tuner.TuningTask, target: Target) -> None:
         raise ExecutionError("index 7 is out of range")
 
     monkeypatch.setattr(tuner, "search", search)

@@ -7,7 +7,7 @@ from relaxlite.frontend.llm.config import DecoderConfig
 
 
 def _arcee(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="relu2")
+    h.require(hidden_act="relu2")
     return h.decoder("arcee", activation="relu2", is_gated=False, **h.biases())
 
 

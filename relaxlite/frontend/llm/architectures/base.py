@@ -95,7 +95,7 @@ class Hyperparameters:
             return float(result)
         raise self._error(name, result, "a positive number")
 
-    def optional(self, name: str) -> float | None:
+    def optional_number(self, name: str) -> float | None:
         """Return a positive number; None if it is missing, or 0 in GGUF."""
         result = self.get(name)
         return None if result is None or (self.is_gguf and result == 0) else self.number(name)
@@ -139,7 +139,7 @@ class Hyperparameters:
             raise self._error(name, result, f"a positive integer for each of {layers} layers")
         return tuple(result)
 
-    def kv_heads_of_some(self) -> int:
+    def attention_kv_heads(self) -> int:
         """Return the number of KV heads of the attention layers, where GGUF has 0 for other layers."""
         counts = self.get("kv_heads")
         distinct = {count for count in counts if count} if isinstance(counts, list) else {counts}
@@ -150,7 +150,7 @@ class Hyperparameters:
             )
         return count
 
-    def guessing_layers(self) -> int:
+    def mtp_layers(self) -> int:
         """Return how many of the last blocks in GGUF are for multi-token prediction, which is not imported."""
         result = self.raw.get(f"{self.prefix}nextn_predict_layers", 0) if self.is_gguf else 0
         if not isinstance(result, int) or not 0 <= result < self.integer("layers"):
@@ -159,7 +159,7 @@ class Hyperparameters:
             )
         return result
 
-    def layers_behind(self, key: str, usual: int) -> tuple[bool, ...]:
+    def layers_from(self, key: str, usual: int) -> tuple[bool, ...]:
         """Return for each layer whether its index is at least the number under a key of config.json."""
         first = self._count(key, usual, "layers")
         return tuple(k >= first for k in range(self.integer("layers")))
@@ -212,7 +212,7 @@ class Hyperparameters:
             f"{self.source}: the hyperparameter {key!r} is {_short(value)}; it must be {requirement}"
         )
 
-    def refuse(self, **unsupported: Any) -> None:
+    def require(self, **unsupported: Any) -> None:
         """Raise ImportModelError if config.json has another value for one of these keys than the supported one."""
         for key, value in unsupported.items():
             if not self.is_gguf and self.raw.get(key, value) not in (None, value):
@@ -268,7 +268,7 @@ class Hyperparameters:
             raise ImportModelError(f"{self.source}: yarn needs a rotary base of more than {rope.base}")
         return rope
 
-    def query_growth(self) -> tuple[float, int] | None:
+    def query_log_scaling(self) -> tuple[float, int] | None:
         """Return (a, n) of queries that are multiplied by 1 + a * ln(1 + position // n), None for none.
 
         The scaling is that of Llama 4.
@@ -285,7 +285,7 @@ class Hyperparameters:
             raise ImportModelError(f"{self.source}: {key} and {length_key} must be positive numbers")
         return float(share), int(steps)
 
-    def has_rope_of(self, section: str) -> bool:
+    def has_rope_section(self, section: str) -> bool:
         """Return whether `rope_parameters` has an entry for one kind of layers."""
         parameters = self.raw.get("rope_parameters")
         return isinstance(parameters, Mapping) and isinstance(parameters.get(section), Mapping)
@@ -451,7 +451,7 @@ class Hyperparameters:
             is_balanced,
             groups,
             chosen_groups,
-            (self.optional("expert_scale") if is_scaled else None) or 1.0,
+            (self.optional_number("expert_scale") if is_scaled else None) or 1.0,
         )
 
     def _expert_layers(self, layers: int) -> tuple[bool, ...]:
@@ -471,7 +471,7 @@ class Hyperparameters:
 
     def decoder(self, architecture: str, **specific: Any) -> DecoderConfig:
         """Return the configuration by the usual hyperparameters, with the fields `specific` of the architecture."""
-        self.refuse(is_causal=True)
+        self.require(is_causal=True)
         hidden, heads = self.integer("hidden"), self.integer("heads")
         width = self.head_width(None)
         kv_heads = specific.get("kv_heads") or self.integer("kv_heads", heads)
@@ -508,7 +508,7 @@ class Hyperparameters:
                     f"long_factor need {result['rope'].width // 2} numbers, got {len(scaling.short)} and "
                     f"{len(scaling.long)}"
                 )
-            result["usual_context"] = min(scaling.original_context, result["context"])
+            result["default_context"] = min(scaling.original_context, result["context"])
         if scaling is not None and scaling.kind == "yarn" and result["context"] <= scaling.original_context:
             context = scaling.original_context * scaling.factor  # YaRN was added as model cards suggest
             if context > 2**31:

@@ -15,7 +15,7 @@ from relaxlite.errors import ImportModelError
 from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparameters
 from relaxlite.frontend.llm.architectures.weight_names import GGUF_LAYER, HUGGING_FACE_LAYER
 from relaxlite.frontend.llm.checkpoint import Weight
-from relaxlite.frontend.llm.config import DecoderConfig, Experts, Latent, Rope, yarn_attention
+from relaxlite.frontend.llm.config import DecoderConfig, Experts, LatentAttention, Rope, yarn_attention
 
 _NORM_EPSILON = 1e-6  # of the norms of latent vectors, independent of rms_norm_eps
 _KINDS = {"dense": False, "sparse": True}
@@ -23,12 +23,12 @@ _KINDS = {"dense": False, "sparse": True}
 
 def _v2(h: Hyperparameters) -> DecoderConfig:
     if h.is_gguf:
-        layers = h.integer("layers") - h.guessing_layers()
+        layers = h.integer("layers") - h.mtp_layers()
         return _decoder(h, "deepseek2", h.experts(is_normed=False, layers=layers) if h.get("experts") else None, layers)
     method = h.raw.get("topk_method") or "greedy"
     if method != "greedy" and (h.raw.get("n_group") or 1) != 1:
         raise ImportModelError(f"{h.source}: topk_method = {method!r} is not supported, only 'greedy' is")
-    h.refuse(norm_topk_prob=False, mlp_bias=False, scoring_func="softmax")
+    h.require(norm_topk_prob=False, mlp_bias=False, scoring_func="softmax")
     without_groups = replace(h, raw={**h.raw, "n_group": 1, "topk_group": 1})
     experts = _experts(without_groups, is_normed=False) if h.get("experts") else None
     return _decoder(h, "deepseek_v2", experts)
@@ -43,12 +43,12 @@ def _glm4_lite(h: Hyperparameters) -> DecoderConfig:
 
 
 def _youtu(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(rope_interleave=True)
+    h.require(rope_interleave=True)
     return _decoder(h, "youtu", None)
 
 
 def _balanced(h: Hyperparameters, name: str) -> DecoderConfig:
-    h.refuse(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
+    h.require(scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True)
     return _decoder(h, name, _experts(h, is_normed=True, scores="sigmoid", is_balanced=True))
 
 
@@ -65,36 +65,41 @@ def _expert_layers(h: Hyperparameters) -> tuple[bool, ...]:
         if not isinstance(types, list) or len(types) != layers or set(types) - set(_KINDS):
             raise ImportModelError(f"{h.source}: mlp_layer_types must name {' or '.join(_KINDS)} for each layer")
         return tuple(_KINDS[kind] for kind in types)
-    return h.layers_behind("first_k_dense_replace", 0)
+    return h.layers_from("first_k_dense_replace", 0)
 
 
 def _decoder(h: Hyperparameters, name: str, experts: Experts | None, layers: int | None = None) -> DecoderConfig:
-    h.refuse(hidden_act="silu", moe_layer_freq=1)
+    h.require(hidden_act="silu", moe_layer_freq=1)
     latent = _gguf_latent(h) if h.is_gguf else _latent(h)
-    rope, score_scale = _yarn_score_scale(h, h.rope(latent.turned))
+    rope, score_scale = _yarn_score_scale(h, h.rope(latent.rope_width))
     return h.decoder(
         name,
         layers=layers or h.integer("layers"),
         kv_heads=1,
-        head_width=latent.rank + latent.turned,
+        head_width=latent.rank + latent.rope_width,
         rope=rope,
         latent=latent,
         has_qkv_bias=h.flag("qkv_bias"),
         has_o_bias=h.flag("o_bias"),
         experts=experts,
-        query_scale=(latent.plain + latent.turned) ** -0.5 * score_scale,
+        query_scale=(latent.nope_width + latent.rope_width) ** -0.5 * score_scale,
     )
 
 
-def _latent(h: Hyperparameters) -> Latent:
+def _latent(h: Hyperparameters) -> LatentAttention:
     """Read the dimensions of latent attention from config.json."""
-    names = {"rank": "kv_lora_rank", "plain": "qk_nope_head_dim", "turned": "qk_rope_head_dim", "width": "v_head_dim"}
+    names = {
+        "rank": "kv_lora_rank",
+        "nope_width": "qk_nope_head_dim",
+        "rope_width": "qk_rope_head_dim",
+        "width": "v_head_dim",
+    }
     sizes = {ours: h.size(theirs) for ours, theirs in names.items()}
     query_rank = h.size("q_lora_rank") if h.raw.get("q_lora_rank") is not None else None
-    return Latent(**sizes, query_rank=query_rank, norm_epsilon=_NORM_EPSILON)
+    return LatentAttention(**sizes, query_rank=query_rank, norm_epsilon=_NORM_EPSILON)
 
 
-def _gguf_latent(h: Hyperparameters) -> Latent:
+def _gguf_latent(h: Hyperparameters) -> LatentAttention:
     """Read the dimensions of latent attention from GGUF.
 
     Fields key_length and value_length are those of the latent vector if fields with the suffix _mla have those of
@@ -111,7 +116,7 @@ def _gguf_latent(h: Hyperparameters) -> Latent:
         raise ImportModelError(f"{h.source}: keys of {key} elements, of which rotary embeddings turn {rope_width}")
     query_rank_key = f"{h.prefix}attention.q_lora_rank"
     query_rank = h.size(query_rank_key) if h.raw.get(query_rank_key) else None
-    return Latent(rank, key - rope_width, rope_width, value, query_rank, h.number("norm_epsilon"))
+    return LatentAttention(rank, key - rope_width, rope_width, value, query_rank, h.number("norm_epsilon"))
 
 
 def _yarn_score_scale(h: Hyperparameters, rope: Rope) -> tuple[Rope, float]:
@@ -144,17 +149,17 @@ def _convert_weights(weights: dict[str, Weight], config: DecoderConfig, source: 
                     f"{source}: weight {name} has shape {weight.shape}; it needs a matrix for each of {config.heads} "
                     "heads"
                 )
-            result |= {f"{name}.{h}": weight.member(h) for h in range(config.heads)}
+            result |= {f"{name}.{h}": weight.slice_at(h) for h in range(config.heads)}
             continue
         if kind == "kv_up":
             result |= _split_kv_up(name, weight, config, source)
         else:
             result[f"{begin}.q" if kind == "q_up" else name] = weight
     for k in range(config.layers):
-        for name, heads, plain in (("q", config.heads, mla.plain), ("kv_down", 1, mla.rank)):
+        for name, heads, plain in (("q", config.heads, mla.nope_width), ("kv_down", 1, mla.rank)):
             for full_name in (f"layers.{k}.{name}", f"layers.{k}.{name}_bias"):
-                if full_name in result and result[full_name].shape[0] == heads * (plain + mla.turned):
-                    result[full_name] = result[full_name].rows(_half_split_order(heads, plain, mla.turned))
+                if full_name in result and result[full_name].shape[0] == heads * (plain + mla.rope_width):
+                    result[full_name] = result[full_name].reorder_rows(_half_split_order(heads, plain, mla.rope_width))
     return result
 
 
@@ -169,17 +174,17 @@ def _split_kv_up(name: str, weight: Weight, config: DecoderConfig, source: str) 
     """Split the joint projection of all heads' keys and values; those of keys are transposed, as queries read them."""
     mla = config.latent
     assert mla is not None
-    width = mla.plain + mla.width
+    width = mla.nope_width + mla.width
     shape = (config.heads * width, mla.rank)
     if weight.shape != shape:
         raise ImportModelError(f"{source}: weight {name} has shape {weight.shape}, the hyperparameters say {shape}")
     result, begin = {}, name.removesuffix("kv_up")
     for h in range(config.heads):
-        keys = weight.part(h * width, h * width + mla.plain)
+        keys = weight.row_range(h * width, h * width + mla.nope_width)
         if not isinstance(keys.stored, np.ndarray) or keys.block_format is not None:
             keys = Weight(keys.to_float32(), keys.shape)
         result[f"{begin}latent_keys.{h}"] = keys.transposed
-        result[f"{begin}latent_values.{h}"] = weight.part(h * width + mla.plain, (h + 1) * width)
+        result[f"{begin}latent_values.{h}"] = weight.row_range(h * width + mla.nope_width, (h + 1) * width)
     return result
 
 

@@ -16,12 +16,12 @@ def _ernie(h: Hyperparameters) -> DecoderConfig:
 
 
 def _ernie_moe(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(qkv_bias=False, attention_bias=False, moe_norm_min=1e-12)
+    h.require(qkv_bias=False, attention_bias=False, moe_norm_min=1e-12)
     return _decoder(h, "ernie4_5_moe", None, _experts(h))
 
 
 def _decoder(h: Hyperparameters, name: str, usual_width: int | None, experts: Experts | None) -> DecoderConfig:
-    h.refuse(hidden_act="silu")
+    h.require(hidden_act="silu")
     width = h.head_width(usual_width)
     biases = h.biases()
     if not h.is_gguf:

@@ -13,11 +13,11 @@ _PATTERN = 4  # every fourth layer is global
 
 
 def _exaone4(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu")
+    h.require(hidden_act="silu")
     window, layers = h.window(), dict[str, tuple[bool, ...]]()
     if window is not None:
         is_local = h.local_layers(_PATTERN)
-        layers = {"is_local": is_local, "unturned": tuple(not local for local in is_local)}
+        layers = {"is_local": is_local, "nope_layers": tuple(not local for local in is_local)}
     return h.decoder("exaone4", has_qk_norm=True, has_pre_norms=False, has_post_norms=True, window=window, **layers)
 
 

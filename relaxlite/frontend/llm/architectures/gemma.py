@@ -36,7 +36,7 @@ def _shared(h: Hyperparameters) -> dict[str, Any]:
 
 
 def _gemma(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(use_bidirectional_attention=False)
+    h.require(use_bidirectional_attention=False)
     if not h.is_gguf and h.get("activation") not in _GELU_NAMES:
         raise ImportModelError(
             f"{h.source}: hidden_act = {h.get('activation')!r} is not supported, only 'gelu_pytorch_tanh' is"
@@ -46,7 +46,7 @@ def _gemma(h: Hyperparameters) -> DecoderConfig:
 
 
 def _gemma2(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
+    h.require(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
     width, layers = h.head_width(256), h.integer("layers")
     # Only the largest model has another query scale, which GGUF files do not have.
     is_largest = h.is_gguf and layers == _LAYERS_OF_27B
@@ -59,8 +59,8 @@ def _gemma2(h: Hyperparameters) -> DecoderConfig:
         activation="gelu_tanh",
         has_post_norms=True,
         query_scale=scalar**-0.5,
-        score_cap=h.optional("score_cap"),
-        logit_cap=h.optional("logit_cap"),
+        score_cap=h.optional_number("score_cap"),
+        logit_cap=h.optional_number("logit_cap"),
         **_shared(h),
     )
 

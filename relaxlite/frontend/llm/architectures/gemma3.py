@@ -16,11 +16,11 @@ _LAYERS_OF_27B = 62
 
 
 def _gemma3(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(
+    h.require(
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, use_bidirectional_attention=False
     )  # fmt: skip
     width, layers = h.head_width(256), h.integer("layers")
-    if h.has_rope_of("sliding_attention"):
+    if h.has_rope_section("sliding_attention"):
         local = h.rope(width, section="sliding_attention")
     else:
         local = Rope(h.number("rope_local_base", 10000.0), width)
@@ -41,7 +41,7 @@ def _gemma3(h: Hyperparameters) -> DecoderConfig:
         has_post_norms=True,
         query_scale=scalar**-0.5,
         embedding_scale=float(np.float32(h.integer("hidden") ** 0.5)),
-        logit_cap=h.optional("logit_cap"),
+        logit_cap=h.optional_number("logit_cap"),
     )
 
 

@@ -1,6 +1,6 @@
 """Gemma 4, text only: Gemma 3 with norms of values, unscaled attention scores, and another head width in global layers.
 
-Some global layers use keys as values. Small models have per-layer embeddings (layer_inputs.py); their last layers
+Some global layers use keys as values. Small models have per-layer embeddings (per_layer_inputs.py); their last layers
 share keys and values of earlier ones. The mixture of experts has a dense MLP beside the experts of each layer.
 """
 
@@ -33,12 +33,12 @@ def _gemma4(h: Hyperparameters) -> DecoderConfig:
 
 
 def _gemma4_unified(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_size_per_layer_input=0, enable_moe_block=False)
+    h.require(hidden_size_per_layer_input=0, enable_moe_block=False)
     return _text_decoder(h, None, None)
 
 
 def _text_decoder(h: Hyperparameters, layer_input: int | None, experts: Experts | None) -> DecoderConfig:
-    h.refuse(hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None)
+    h.require(hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None)
     if h.raw.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision" is for images only
         raise ImportModelError(
             f"{h.source}: use_bidirectional_attention = {h.raw['use_bidirectional_attention']!r} is not supported: a "
@@ -60,12 +60,12 @@ def _text_decoder(h: Hyperparameters, layer_input: int | None, experts: Experts 
         **_ropes(h, widths),
         window=window,
         is_local=local if window is not None else (),
-        keys_of=_kv_shared_from(h, local, first) if shared else (),
-        unvalued=_k_is_v_layers(h, local, first),
+        kv_shared_from=_kv_shared_from(h, local, first) if shared else (),
+        k_is_v_layers=_k_is_v_layers(h, local, first),
         intermediate=intermediates[0],
         intermediates=intermediates if len(set(intermediates)) > 1 else (),
         experts=experts,
-        layer_input=layer_input,
+        per_layer_input=layer_input,
         has_layer_scale=True,
         activation="gelu_tanh",
         has_qkv_bias=h.flag("qkv_bias"),
@@ -75,7 +75,7 @@ def _text_decoder(h: Hyperparameters, layer_input: int | None, experts: Experts 
         has_post_norms=True,
         query_scale=1.0,
         embedding_scale=float(np.float32(h.integer("hidden") ** 0.5)),
-        logit_cap=h.optional("logit_cap"),
+        logit_cap=h.optional_number("logit_cap"),
     )
 
 
@@ -95,7 +95,7 @@ def _layer_input(h: Hyperparameters) -> int | None:
 def _experts(h: Hyperparameters) -> Experts | None:
     if not (h.get("experts") if h.is_gguf else h.raw.get("enable_moe_block")):
         return None
-    return replace(h.experts(is_normed=True), is_beside=True, has_scales=True)
+    return replace(h.experts(is_normed=True), has_dense_mlp=True, has_output_scales=True)
 
 
 def _local_layers(h: Hyperparameters) -> tuple[bool, ...]:
@@ -229,7 +229,7 @@ def _convert_weights(weights: dict[str, Weight], config: DecoderConfig, source: 
     result = dict(weights)
     for k in range(config.layers):
         name = f"layers.{k}"
-        if config.keys_from(k) != k:
+        if config.kv_layer_of(k) != k:
             for spare in ("k", "v", "k_norm", "k_bias", "v_bias"):
                 result.pop(f"{name}.{spare}", None)
         scale = result.pop(f"{name}.router_scale", None)

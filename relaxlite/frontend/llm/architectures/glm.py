@@ -20,7 +20,7 @@ def _glm4(h: Hyperparameters) -> DecoderConfig:
 
 
 def _decoder(h: Hyperparameters, name: str, *, has_post_norms: bool) -> DecoderConfig:
-    h.refuse(hidden_act="silu")
+    h.require(hidden_act="silu")
     width = h.head_width(128)
     return h.decoder(
         name,
@@ -32,11 +32,11 @@ def _decoder(h: Hyperparameters, name: str, *, has_post_norms: bool) -> DecoderC
 
 
 def _glm4_moe(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu")
-    width, layers = h.head_width(None), h.integer("layers") - h.guessing_layers()
+    h.require(hidden_act="silu")
+    width, layers = h.head_width(None), h.integer("layers") - h.mtp_layers()
     experts = h.experts(
         is_normed=True, scores="sigmoid", is_balanced=True, is_scaled=True, layers=layers,
-        layers_with=h.layers_behind("first_k_dense_replace", 1), shared=h.shared_width("n_shared_experts", 1),
+        layers_with=h.layers_from("first_k_dense_replace", 1), shared=h.shared_width("n_shared_experts", 1),
     )  # fmt: skip
     return h.decoder(
         "glm4_moe", layers=layers, head_width=width, rope=h.rope(width), has_qkv_bias=h.flag("qkv_bias"),

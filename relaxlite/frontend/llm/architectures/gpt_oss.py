@@ -14,7 +14,7 @@ from relaxlite.frontend.llm.architectures.base import Architecture, Hyperparamet
 from relaxlite.frontend.llm.architectures.weight_names import GGUF_LAYER, HUGGING_FACE_LAYER
 from relaxlite.frontend.llm.checkpoint import Weight
 from relaxlite.frontend.llm.config import GELU_SIGMOID, DecoderConfig
-from relaxlite.frontend.llm.quantized import PackedRows, mxfp4_of_pairs
+from relaxlite.frontend.llm.quantized import PackedRows, decode_mxfp4
 
 _GATE_LIMIT = 7.0  # default if a checkpoint has none
 _ROPE = {
@@ -26,7 +26,7 @@ _ROPE = {
 
 
 def _gpt_oss(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu", attention_bias=True, swiglu_alpha=GELU_SIGMOID)
+    h.require(hidden_act="silu", attention_bias=True, swiglu_alpha=GELU_SIGMOID)
     rope = h.rope(h.head_width(64))
     if h.is_gguf and rope.scaling is not None:  # GGUF has no field for it
         rope = replace(rope, scaling=replace(rope.scaling, truncates=False))
@@ -89,7 +89,7 @@ def _decode_mxfp4(weight: Weight, weights: dict[str, Weight], name: str, source:
     experts, rows, blocks, size = weight.shape
     pairs, exponents = weight.data.reshape(experts * rows, blocks * size), scales.data.reshape(experts * rows, blocks)
     packed = PackedRows.of(
-        len(pairs), weight.nbytes + scales.nbytes, lambda selected: mxfp4_of_pairs(pairs[selected], exponents[selected])
+        len(pairs), weight.nbytes + scales.nbytes, lambda selected: decode_mxfp4(pairs[selected], exponents[selected])
     )
     return Weight(packed, (experts, rows, 2 * blocks * size), "MXFP4")
 
@@ -102,7 +102,7 @@ def _alternate_rows(weight: Weight, first: int, source: str) -> Weight:
     experts, rows, columns = weight.shape
     if rows % 2:
         raise ImportModelError(f"{source}: experts of {rows} rows, of which every other one is a gate's")
-    return weight.picked(slice(first, None, 2), (experts, rows // 2, columns))
+    return weight.take_rows(slice(first, None, 2), (experts, rows // 2, columns))
 
 
 _HUGGING_FACE = {

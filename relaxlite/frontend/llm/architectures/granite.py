@@ -39,14 +39,14 @@ def _granite_hybrid(h: Hyperparameters) -> DecoderConfig:
     experts = h.experts(is_normed=True) if h.get("experts") else None
     if h.is_gguf:
         has_rope = h.raw.get(f"{h.prefix}rope.scaling.finetuned") is True
-        specific: dict[str, Any] = {"kv_heads": h.kv_heads_of_some()}
+        specific: dict[str, Any] = {"kv_heads": h.attention_kv_heads()}
     else:
         specific = {"intermediate": h.size("shared_intermediate_size")}
         if experts is not None:
             experts = replace(experts, shared=specific["intermediate"])
         has_rope = h.raw.get("position_embedding_type") == "rope"
     nope_layers = () if has_rope else (True,) * h.integer("layers")
-    return replace(_decoder(h, "granitemoehybrid", experts, **specific), unturned=nope_layers, states=states)
+    return replace(_decoder(h, "granitemoehybrid", experts, **specific), nope_layers=nope_layers, states=states)
 
 
 def _state_config(h: Hyperparameters) -> StateLayers | None:
@@ -93,16 +93,16 @@ def _state_layers(h: Hyperparameters) -> tuple[bool, ...]:
 
 def _decoder(h: Hyperparameters, name: str, experts: Experts | None, **specific: Any) -> DecoderConfig:
     """Return the configuration with the scales of Granite."""
-    h.refuse(hidden_act="silu")
+    h.require(hidden_act="silu")
     return h.decoder(
         name,
         experts=experts,
         **specific,
         **h.biases(),
-        embedding_scale=h.optional("embedding_scale"),
-        residual_scale=h.optional("residual_scale"),
-        query_scale=h.optional("query_scale"),
-        logit_divisor=h.optional("logit_divisor"),
+        embedding_scale=h.optional_number("embedding_scale"),
+        residual_scale=h.optional_number("residual_scale"),
+        query_scale=h.optional_number("query_scale"),
+        logit_divisor=h.optional_number("logit_divisor"),
     )
 
 

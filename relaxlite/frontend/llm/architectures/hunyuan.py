@@ -8,7 +8,7 @@ from relaxlite.frontend.llm.config import DecoderConfig
 
 
 def _hunyuan(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu", mlp_bias=False, use_cla=False)
+    h.require(hidden_act="silu", mlp_bias=False, use_cla=False)
     biases = {"has_qkv_bias": h.flag("qkv_bias"), "has_o_bias": h.flag("o_bias")}
     rope = h.rope(h.head_width(None), has_alpha=True)
     return h.decoder("hunyuan_v1_dense", rope=rope, has_qk_norm=True, is_qk_norm_last=True, **biases)

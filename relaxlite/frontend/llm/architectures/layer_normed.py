@@ -50,17 +50,17 @@ def _ungated(h: Hyperparameters, architecture: str, **more: object) -> DecoderCo
 
 
 def _starcoder2(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(use_bias=True)
+    h.require(use_bias=True)
     return _ungated(h, "starcoder2", window=h.window())
 
 
 def _phi(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(qk_layernorm=False)
+    h.require(qk_layernorm=False)
     return _ungated(h, "phi", is_parallel=True, has_one_norm=True, has_head_bias=True)
 
 
 def _stablelm(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu", qk_layernorm=False)
+    h.require(hidden_act="silu", qk_layernorm=False)
     # GGUF's use_parallel_residual is unreliable: converters set it where config.json says nothing.
     is_parallel = not h.flag("mlp_norm") if h.is_gguf else h.raw.get("use_parallel_residual", False)
     return h.decoder(
@@ -74,7 +74,7 @@ def _stablelm(h: Hyperparameters) -> DecoderConfig:
 
 
 def _gpt2(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    h.require(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     hidden, heads, layers = h.integer("hidden"), h.integer("heads"), h.integer("layers")
     return _ungated(
         h,
@@ -82,13 +82,13 @@ def _gpt2(h: Hyperparameters) -> DecoderConfig:
         kv_heads=h.integer("kv_heads", heads) if h.is_gguf else heads,
         intermediate=h.integer("intermediate", 4 * hidden),
         rope=Rope(10000.0, hidden // heads),
-        unturned=(True,) * layers,
+        nope_layers=(True,) * layers,
         has_positions=True,
     )
 
 
 def _gpt_neox(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(attention_bias=True)
+    h.require(attention_bias=True)
     more = {"activation": "gelu"} if h.is_gguf else {}  # GGUF has no field for it
     return _ungated(h, "gpt_neox", is_parallel=bool(h.raw.get(f"{h.prefix}use_parallel_residual", True)), **more)
 
@@ -105,12 +105,12 @@ def _cohere2(h: Hyperparameters) -> DecoderConfig:
         "cohere2",
         window=h.integer("window", 4096),
         is_local=is_local,
-        unturned=tuple(not local for local in is_local),
+        nope_layers=tuple(not local for local in is_local),
     )
 
 
 def _command(h: Hyperparameters, architecture: str, **more: object) -> DecoderConfig:
-    h.refuse(hidden_act="silu", use_qk_norm=False)
+    h.require(hidden_act="silu", use_qk_norm=False)
     scale = h.number("logit_divisor", 0.0625)  # multiplies the logits, in spite of its name
     return h.decoder(
         architecture,
@@ -133,7 +133,9 @@ def _split_heads(weights: dict[str, Weight], config: DecoderConfig, source: str)
     rows = 3 * config.heads * config.head_width
     order = np.arange(rows).reshape(config.heads, 3, -1).swapaxes(0, 1).reshape(-1)
     return {
-        name: weight.rows(order) if name.endswith((".qkv", ".qkv_bias")) and weight.shape[:1] == (rows,) else weight
+        name: weight.reorder_rows(order)
+        if name.endswith((".qkv", ".qkv_bias")) and weight.shape[:1] == (rows,)
+        else weight
         for name, weight in weights.items()
     }
 

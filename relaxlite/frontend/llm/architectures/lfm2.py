@@ -30,7 +30,7 @@ def _lfm2(h: Hyperparameters) -> DecoderConfig:
 def _lfm2_moe(h: Hyperparameters) -> DecoderConfig:
     experts = h.experts(
         is_normed=True, scores="sigmoid", is_balanced=h.raw.get("use_expert_bias", True) is True, is_scaled=True,
-        layers_with=h.layers_behind("num_dense_layers", 2),
+        layers_with=h.layers_from("num_dense_layers", 2),
     )  # fmt: skip
     return _decoder(h, "lfm2_moe", {"experts": experts})
 
@@ -45,7 +45,7 @@ def _decoder(h: Hyperparameters, name: str, specific: dict[str, Any]) -> Decoder
         has_bias = not h.is_gguf and h.raw.get("conv_bias", False) is True
         specific["convolutions"] = Convolutions(length, is_convolution, has_bias)
     if h.is_gguf:
-        return h.decoder(name, kv_heads=h.kv_heads_of_some(), **specific)
+        return h.decoder(name, kv_heads=h.attention_kv_heads(), **specific)
     if h.raw.get("tie_embedding") is not None:
         specific["is_tied"] = bool(h.raw["tie_embedding"])
     return h.decoder(name, rope=h.rope(h.head_width(None), 1e6), **specific)

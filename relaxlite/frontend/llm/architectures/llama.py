@@ -15,34 +15,34 @@ _NOPE_INTERVAL = 4  # default of SmolLM3
 
 
 def _llama(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu")
+    h.require(hidden_act="silu")
     experts = h.experts(is_normed=True) if h.is_gguf and h.get("experts") else None  # Mixtral
     return h.decoder("llama", experts=experts, **h.biases())
 
 
 def _mistral(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu")
+    h.require(hidden_act="silu")
     return h.decoder("mistral", window=h.window())
 
 
 def _ministral(h: Hyperparameters) -> DecoderConfig:
     """Return the configuration of Ministral, where config.json may list layers with full attention."""
-    h.refuse(hidden_act="silu")
+    h.require(hidden_act="silu")
     window, types = h.window(), h.layer_types()
     return h.decoder("ministral", window=window, is_local=types or () if window is not None else ())
 
 
 def _ministral3(h: Hyperparameters) -> DecoderConfig:
     """Return the configuration of Ministral 3, whose queries grow with the logarithm of the position."""
-    h.refuse(hidden_act="silu")
+    h.require(hidden_act="silu")
     width = h.head_width(128)
     return h.decoder(
-        "ministral3", head_width=width, rope=h.rope(width), window=h.window(), query_growth=h.query_growth()
+        "ministral3", head_width=width, rope=h.rope(width), window=h.window(), query_log_scaling=h.query_log_scaling()
     )
 
 
 def _smollm3(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu", use_sliding_window=False)
+    h.require(hidden_act="silu", use_sliding_window=False)
     layers = h.integer("layers")
     every = h.raw.get("no_rope_layer_interval") or _NOPE_INTERVAL
     has_rope = h.raw.get("no_rope_layers")  # 0 for NoPE layers, in spite of its name
@@ -50,7 +50,7 @@ def _smollm3(h: Hyperparameters) -> DecoderConfig:
         has_rope = [(k + 1) % every != 0 for k in range(layers)]
     if not isinstance(has_rope, list) or len(has_rope) != layers:
         raise ImportModelError(f"{h.source}: no_rope_layers must say 0 or 1 for each of {layers} layers")
-    return h.decoder("smollm3", unturned=tuple(not value for value in has_rope), **h.biases())
+    return h.decoder("smollm3", nope_layers=tuple(not value for value in has_rope), **h.biases())
 
 
 LLAMA = Architecture(

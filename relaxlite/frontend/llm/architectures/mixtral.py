@@ -8,7 +8,7 @@ from relaxlite.frontend.llm.config import DecoderConfig
 
 
 def _mixtral(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu")
+    h.require(hidden_act="silu")
     return h.decoder("mixtral", window=h.window(), experts=h.experts(is_normed=True))
 
 

@@ -24,7 +24,7 @@ def _olmo3(h: Hyperparameters) -> DecoderConfig:
 
 
 def _olmoe(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu", clip_qkv=None)
+    h.require(hidden_act="silu", clip_qkv=None)
     return h.decoder(
         "olmoe",
         has_qkv_bias=h.flag("qkv_bias"),
@@ -36,7 +36,7 @@ def _olmoe(h: Hyperparameters) -> DecoderConfig:
 
 
 def _olmo(h: Hyperparameters, name: str, *, has_window: bool) -> DecoderConfig:
-    h.refuse(hidden_act="silu", clip_qkv=None)
+    h.require(hidden_act="silu", clip_qkv=None)
     c = h.decoder(
         name,
         has_qkv_bias=h.flag("qkv_bias"),
@@ -54,7 +54,7 @@ def _olmo(h: Hyperparameters, name: str, *, has_window: bool) -> DecoderConfig:
         window=h.integer("window", 4096),
         is_local=h.local_layers(_PATTERN),
         rope=h.rope(c.head_width, section="full_attention"),
-        local_rope=local if h.has_rope_of("sliding_attention") else replace(local, scaling=None),
+        local_rope=local if h.has_rope_section("sliding_attention") else replace(local, scaling=None),
     )
 
 

@@ -8,7 +8,7 @@ from relaxlite.frontend.llm.config import DecoderConfig
 
 
 def _phi3(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu", attention_bias=False)
+    h.require(hidden_act="silu", attention_bias=False)
     return h.decoder("phi3", window=h.window())
 
 

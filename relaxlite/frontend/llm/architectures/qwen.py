@@ -41,12 +41,12 @@ def _window(h: Hyperparameters, is_local: Callable[[int, int], bool] | None = _f
 
 
 def _qwen2(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu")
+    h.require(hidden_act="silu")
     return h.decoder("qwen2", has_qkv_bias=True, **_window(h))
 
 
 def _qwen2_moe(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu", qkv_bias=True)
+    h.require(hidden_act="silu", qkv_bias=True)
     experts = h.experts(is_normed=False, has_shared_gate=True)
     return h.decoder("qwen2_moe", has_qkv_bias=True, experts=experts, **_window(h, _alternating_before))
 
@@ -60,7 +60,7 @@ def _qwen3_moe(h: Hyperparameters) -> DecoderConfig:
 
 
 def _with_qk_norm(h: Hyperparameters, name: str, experts: Experts | None, **window: object) -> DecoderConfig:
-    h.refuse(hidden_act="silu")
+    h.require(hidden_act="silu")
     width = h.head_width(None if experts else 128)
     biases = {"has_qkv_bias": h.flag("qkv_bias"), "has_o_bias": h.flag("o_bias")}
     rope = h.rope(width)

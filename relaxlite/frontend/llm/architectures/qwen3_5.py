@@ -39,9 +39,9 @@ def _qwen3_next(h: Hyperparameters) -> DecoderConfig:
 
 def _hybrid(h: Hyperparameters, name: str, experts: Experts | None, *, tiled: bool = True) -> DecoderConfig:
     """Return the configuration; `tiled`: the order of value heads in GGUF (see `StateLayers`)."""
-    h.refuse(hidden_act="silu", attention_bias=False, attn_output_gate=True)
+    h.require(hidden_act="silu", attention_bias=False, attn_output_gate=True)
     width = h.head_width(256)
-    layers = h.integer("layers") - h.guessing_layers()
+    layers = h.integer("layers") - h.mtp_layers()
     states = _delta_net(h, layers, tiled and h.is_gguf)
     return h.decoder(
         name, layers=layers, head_width=width, rope=h.rope(width), has_qk_norm=True, has_output_gate=True,
@@ -127,7 +127,7 @@ def _split_rows(weights: dict[str, Weight], name: str, parts: dict[str, np.ndarr
             f"{source}: weight {name} has shape {weight.shape}; as {' and '.join(parts)} it would have {rows} rows"
         )
     for part, order in parts.items():
-        weights[part] = weight.picked(order.reshape(-1), (order.size, *weight.shape[1:]))
+        weights[part] = weight.take_rows(order.reshape(-1), (order.size, *weight.shape[1:]))
 
 
 def _from_folder(weights: dict[str, Weight], config: DecoderConfig, source: str) -> dict[str, Weight]:

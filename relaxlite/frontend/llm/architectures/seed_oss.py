@@ -8,7 +8,7 @@ from relaxlite.frontend.llm.config import DecoderConfig
 
 
 def _seed_oss(h: Hyperparameters) -> DecoderConfig:
-    h.refuse(hidden_act="silu")
+    h.require(hidden_act="silu")
     width = h.head_width(128)
     return h.decoder(
         "seed_oss",

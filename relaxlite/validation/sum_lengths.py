@@ -15,7 +15,7 @@ from relaxlite.ir.ops.contraction import Einsum
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
-def terms_of_sums(call: Call, args: list[Any], result: Any) -> int:
+def num_summed_terms(call: Call, args: list[Any], result: Any) -> int:
     """Upper bound of the terms of one sum of an op with an unspecified order of summation; 0 for other ops.
 
     `args` and `result` are arrays.

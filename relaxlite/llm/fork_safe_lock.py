@@ -7,7 +7,7 @@ import threading
 from weakref import WeakSet
 
 
-class Turn:
+class ForkSafeLock:
     """A reentrant lock that is reset in forked processes: `with turn.lock:`.
 
     `with` acquires the RLock itself, in C. A wrapper in Python could be interrupted (KeyboardInterrupt) after the lock
@@ -19,7 +19,7 @@ class Turn:
         _turns.add(self)
 
 
-_turns: WeakSet[Turn] = WeakSet()
+_turns: WeakSet[ForkSafeLock] = WeakSet()
 
 
 def _reset_locks() -> None:

@@ -20,36 +20,36 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputs:
-    """The per-layer inputs of some tokens; `found` is [..., layers, width]."""
+class PerLayerInputs:
+    """The per-layer inputs of some tokens; `values` is [..., layers, width]."""
 
     decoder: Decoder
-    found: Var
+    values: Var
 
     @staticmethod
-    def of(d: Decoder, tokens: Expr, x: Expr) -> LayerInputs:
+    def of(d: Decoder, tokens: Expr, x: Expr) -> PerLayerInputs:
         """Emit the inputs for tokens [...] and their scaled embeddings x [..., hidden]."""
-        width = d.config.layer_input
+        width = d.config.per_layer_input
         assert width is not None
         shape = (*_dims(tokens), sym(d.config.layers), sym(width))
-        table_rows = d.op("multiply", d.looked_up("layer_embed", tokens), np.float32(width**0.5))
+        table_rows = d.op("multiply", d.lookup_rows("layer_embed", tokens), np.float32(width**0.5))
         projected = d.op("multiply", d.linear("layer_project", x), np.float32(d.config.hidden**-0.5))
         normed = d.norm("layer_project_norm", d.op("reshape", projected, shape))
         total = d.op("add", normed, d.op("reshape", table_rows, shape))
-        return LayerInputs(d, d.op("multiply", total, np.float32(0.5**0.5)))
+        return PerLayerInputs(d, d.op("multiply", total, np.float32(0.5**0.5)))
 
     def of_layer(self, k: int, wanted: Expr | None) -> Var:
         """Slice the input of layer `k`: [..., width], or [rows, width] of the tokens at `wanted` int64 [rows]."""
-        d, (*lead, _, width) = self.decoder, _dims(self.found)
-        part = d.op("slice", self.found, (*(0 for _ in lead), k, 0), (*lead, sym(1), width))
+        d, (*lead, _, width) = self.decoder, _dims(self.values)
+        part = d.op("slice", self.values, (*(0 for _ in lead), k, 0), (*lead, sym(1), width))
         flat = d.op("reshape", part, (*lead, width))
         return flat if wanted is None else d.op("gather", flat, wanted, axis=0)
 
 
-def with_layer_input(d: Decoder, k: int, x: Expr, layer_input: Expr) -> Var:
-    """Add what layer `k` makes of its input `layer_input` [..., width] to x [..., hidden]."""
+def add_per_layer_input(d: Decoder, k: int, x: Expr, layer_input: Expr) -> Var:
+    """Add what layer `k` makes of its input `per_layer_input` [..., width] to x [..., hidden]."""
     name = f"layers.{k}.input"
-    gate = d.activated(d.linear(f"{name}_gate", x))
+    gate = d.activate(d.linear(f"{name}_gate", x))
     return d.op("add", x, d.norm(f"{name}_norm", d.linear(f"{name}_project", d.op("multiply", gate, layer_input))))
 
 
