@@ -36,7 +36,7 @@ def measure_here(path: str) -> dict[str, float]:
     import relaxlite.driver
     import relaxlite.frontend.onnx
     import relaxlite.runtime.module
-    from relaxlite.passes.manager import PassContext
+    from relaxlite.passes.context import PassContext
     from relaxlite.target import Target
 
     imported, cpu = time.perf_counter(), time.process_time()

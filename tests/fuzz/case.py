@@ -28,7 +28,7 @@ from relaxlite.runtime.module import Executable
 from relaxlite.runtime.vm import register_extern
 from relaxlite.target import Target
 from relaxlite.validation import Validator
-from relaxlite.validation.validator import Failed, outcome_of
+from relaxlite.validation.validator import FailedRun, outcome_of
 from tests.fuzz import steps_structure
 from tests.fuzz.generator import Generator
 from tests.fuzz.pipelines import default_names, passes_of, random_pipeline
@@ -123,7 +123,7 @@ def _run(case: Case) -> None:
     try:
         data = build(case.module, HOST, passes=passes_of(names), context=context)
     except PassError as error:
-        fails = all(isinstance(one.outcome, Failed) for one in validator.cases)
+        fails = all(isinstance(one.outcome, FailedRun) for one in validator.cases)
         if fails and any(text in str(error) for text in IMPOSSIBLE):
             return  # told before any run what every run would tell
         raise
@@ -139,8 +139,8 @@ def _run(case: Case) -> None:
 
 def same_outcome(a: Any, b: Any) -> bool:
     """Results to the last bit, or both an error."""
-    if isinstance(a, Failed) or isinstance(b, Failed):
-        return isinstance(a, Failed) and isinstance(b, Failed)
+    if isinstance(a, FailedRun) or isinstance(b, FailedRun):
+        return isinstance(a, FailedRun) and isinstance(b, FailedRun)
     return len(a) == len(b) and all(
         x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True)
     )

@@ -110,10 +110,10 @@ def test_the_first_stop_string_counts_wherever_pieces_end() -> None:
     for cut in range(9):
         found = StopFilter(["<end>", "<e"])
         shown = found.push("ab<en d>"[:cut]) + found.push("ab<en d>"[cut:]) + found.finish()
-        assert (shown, found.found) == ("ab", "<e")
+        assert (shown, found.match) == ("ab", "<e")
         whole = StopFilter(["<end>"])
         text = whole.push("ab<en d>"[:cut]) + whole.push("ab<en d>"[cut:]) + whole.finish()
-        assert (text, whole.found) == ("ab<en d>", None)
+        assert (text, whole.match) == ("ab<en d>", None)
 
 
 def test_a_batch_is_what_its_prompts_are_alone() -> None:

@@ -9,8 +9,9 @@ from relaxlite.passes.manager import Pass, checked_order
 from relaxlite.passes.pipeline import PASSES, default_pipeline
 
 
-def idle(name: str, **order: tuple[str, ...]) -> Pass:
-    return Pass(name, lambda module, context: module, "graph", why=f"{name} has a reason", **order)
+def idle(name: str, after: tuple[str, ...] = (), before: tuple[str, ...] = ()) -> Pass:
+    why = f"{name} has a reason"
+    return Pass(name, lambda module, context: module, "graph", why=why, after=after, before=before)
 
 
 def test_every_pass_of_the_pipeline_says_why_it_stands_there() -> None:

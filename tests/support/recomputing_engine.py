@@ -47,7 +47,7 @@ class RecomputingEngine:
     def length(self, sequence: int) -> int:
         return len(self._of(sequence))
 
-    held = length
+    cached_length = length
 
     def forward(
         self, batch: Batch, *, wanted: Sequence[int] | None = None, exact: Sequence[int] | None = None

@@ -235,8 +235,8 @@ def test_rows_are_read_in_any_order(name: str, tmp_path: Path) -> None:
     save(tmp_path, settings, packer)
     weight = read_checkpoint(tmp_path).weights["layers.0.down"]
     wanted, order = weight.to_float32(), np.random.default_rng(0).permutation(HIDDEN)
-    np.testing.assert_array_equal(weight.rows(order).to_float32(), wanted[order])
-    np.testing.assert_array_equal(weight.part(5, 77).rows(np.arange(71, -1, -1)).to_float32(), wanted[5:77][::-1])
+    np.testing.assert_array_equal(weight.reorder_rows(order).to_float32(), wanted[order])
+    np.testing.assert_array_equal(weight.row_range(5, 77).reorder_rows(np.arange(71, -1, -1)).to_float32(), wanted[5:77][::-1])
     operands = BlockOperands.of(weight, "w").operands
     coding = weight.grouped(slice(0, 1)).coding
     assert coding.find_error() is None
@@ -549,7 +549,7 @@ def test_an_index_that_nobody_has_set_is_none(tmp_path: Path) -> None:
     stored = save(tmp_path, GPTQ, unset, {"self_attn.q_proj": (HIDDEN, HIDDEN)})
     tensors = read_safetensors(tmp_path / "model.safetensors", ("I32",))
     name = "model.layers.0.self_attn.q_proj.weight"
-    found = Quantization(METHODS["gptq"], GPTQ).assembled(tensors, "place")[name]
+    found = Quantization(METHODS["gptq"], GPTQ).assemble(tensors, "place")[name]
     np.testing.assert_array_equal(found.to_float32(), stored[name])
 
 
