@@ -8,7 +8,6 @@ contraction may be computed. The loops from which a contraction was read define 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from relaxlite import dtypes
@@ -51,49 +50,38 @@ class Encoding:
             return Encoding("dequantized", 8 * dtypes.itemsize(value.dtype))
         return Encoding.of_dtype(stored.dtype)
 
-    def __str__(self) -> str:
-        return f"blocked {self.bits}-bit" if self.kind == "blocked" else self.kind
-
-
-FLOAT32 = Encoding("float32", 32)
-
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """A sum of products over shared steps: form, sizes and operand encodings.
-
-    `rows`, `columns` and `depth` are None where unknown. `is_pair`: two sums share x, and the epilogue of the second
-    reads the first.
-    """
+    """A sum of products over shared steps: form, sizes and operand encodings. `rows` are None where unknown."""
 
     form: Form
     rows: SymExpr | None
-    columns: SymExpr | None
-    depth: SymExpr | None
-    x: Encoding = FLOAT32
-    w: Encoding = FLOAT32
-    is_pair: bool = False
+    columns: SymExpr
+    depth: SymExpr
+    x: Encoding
+    w: Encoding
 
     @staticmethod
-    def of_block(block: ReductionBlock, form: Form, row: For | None, column: For) -> Contraction:
-        """Read the contraction off a block, given its row loop and its vectorized column loop."""
-        steps = [loop.extent for loop in perfect_nest(block.stmts[1]).loops]
-        contraction = Contraction(
-            form, sym(1) if row is None else row.extent, column.extent, product(steps), is_pair=block.is_pair
-        )
-        value = block.update.value
-        if not isinstance(value, Binary) or value.op != "mul":
-            return contraction
-        x, w = (value.b, value.a) if column.var in symbols_of(value.a) else (value.a, value.b)
-        return replace(contraction, x=Encoding.of_value(x), w=Encoding.of_value(w))
+    def of_block(block: ReductionBlock, form: Form, row: For | None, column: For) -> Contraction | None:
+        """Read the contraction off a block, given its row loop and its vectorized column loop; None: the block sums
+        something else than products. Of a pair of sums it is the first."""
+        update = block.update
+        if not isinstance(update.value, Binary) or update.value.op != "mul" or update.combine != "add":
+            return None
+        a, b = update.value.a, update.value.b
+        x, w = (b, a) if column.var in symbols_of(a) else (a, b)
+        return Contraction.of_loops(block, form, row, column, Encoding.of_value(x), Encoding.of_value(w))
+
+    @staticmethod
+    def of_loops(
+        block: ReductionBlock, form: Form, row: For | None, column: For, x: Encoding, w: Encoding
+    ) -> Contraction:
+        """Read the sizes off a block whose operands have these encodings."""
+        depth = product(loop.extent for loop in perfect_nest(block.stmts[1]).loops)
+        return Contraction(form, sym(1) if row is None else row.extent, column.extent, depth, x, w)
 
     @property
     def max_rows(self) -> int | None:
         """Upper bound of the rows; None where unknown."""
-        if self.rows is None:
-            return None
-        return _ANALYZER.bounds(self.rows)[1]
-
-    def __str__(self) -> str:
-        sizes = " x ".join("?" if size is None else str(size) for size in (self.rows, self.depth, self.columns))
-        return f"{self.form} {sizes}, {self.x} by {self.w}"
+        return None if self.rows is None else _ANALYZER.bounds(self.rows)[1]

@@ -38,6 +38,7 @@ from relaxlite.passes.products.constant_weights import WeightStrategy, take
 from relaxlite.passes.products.int16_loops import Int16Products
 from relaxlite.passes.products.int16_weights import MAX_DEPTH, int16_of, steps_of
 from relaxlite.passes.products.prepared_rows import Product, columns_for_pass
+from relaxlite.passes.products.strategy_table import WINOGRAD_INT16
 from relaxlite.target import Target
 
 RELAXED_PRECISIONS: Final = ("auto", "int8")  # precisions in which functions with RELAXED_PRECISION round
@@ -89,7 +90,7 @@ def are_int16(target: Target, precision: str, *shape: int) -> bool:
 
 def _is_fast(target: Target) -> bool:
     """Whether int16 pairs are faster than dot products or AMX tiles of bfloat16 on the target."""
-    return target.cpu_facts.adds_beside_fmas and not target.has("amx-bf16")
+    return WINOGRAD_INT16.lacking(target) is None
 
 
 def is_matrix_for_int16(target: Target, *shape: IntLike) -> bool:

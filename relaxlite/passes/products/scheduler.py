@@ -54,7 +54,7 @@ from relaxlite.passes.products.reduction import (
     tile_size,
     tiled,
 )
-from relaxlite.passes.products.strategy import Candidate, Strategy, candidates
+from relaxlite.passes.products.strategy import Candidate, Strategy, allowed_of, candidates, chosen
 from relaxlite.passes.products.strategy_table import (
     BLOCKED_DP4A,
     BLOCKED_GEMV,
@@ -83,7 +83,6 @@ from relaxlite.target import Target
 ENOUGH_WORK = 2**18  # minimum elements of a reduction inside a serial loop for threads to share them
 PARTIAL_SUMS = 4  # vectors of partial results of a reduction along its contiguous loop
 MIN_VECTORS = 3  # of a tile narrowed to fit the cache: 8 rows then hide latencies
-_AMX_DOTS = {"bfloat16": DOTS_AMX_BF16, "uint8": DOTS_AMX_INT8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +162,13 @@ class ReductionScheduler:
     def _refuse(self, name: str, reason: str) -> None:
         self.note("refuse", name, reason=reason)
 
-    def _candidates(self, contraction: Contraction) -> tuple[Candidate, ...]:
-        """Return the candidates of the table for a contraction, and note the refused ones."""
-        some = candidates(TABLE, contraction, self.target, self.given.strategy)
-        for candidate in some:
+    def _candidates(self, contraction: Contraction | None) -> tuple[Candidate, ...]:
+        """Return the candidates of the table for a contraction, and note the refused ones; none for no contraction."""
+        found = () if contraction is None else candidates(TABLE, contraction, self.target, self.given.strategy)
+        for candidate in found:
             if candidate.refusal is not None:
                 self._refuse(candidate.strategy.name, candidate.refusal)
-        return some
+        return found
 
     def _lanes(self, stmt: Stmt) -> int:
         return lanes_of(stmt, self.target)
@@ -229,14 +228,12 @@ class ReductionScheduler:
             self.layouts.in_order.update(() if prefetch.gemv_bytes else product.panels)
         else:
             prefetch = replace(prefetch, gemv_bytes=0, gemm_bytes=0)
-        contraction = self._blocked_contraction(product)
-        options = self._candidates(contraction)
-        allowed = [candidate.strategy for candidate in options if candidate.refusal is None]
-        tile = next((strategy for strategy in allowed if strategy.tile is not None), BLOCKED_DP4A)
+        options = self._candidates(self._blocked_contraction(product))
+        tile = next((strategy for strategy in chosen(options) if strategy.tile is not None), BLOCKED_DP4A)
         assert tile.tile is not None
 
         def many_rows(tiles: ManyRows, vectors: int) -> ManyRowsPlan | None:
-            for strategy in allowed:
+            for strategy in allowed_of(options):
                 plan = None if strategy.many_rows is None else strategy.many_rows(tiles, vectors, self.target)
                 if isinstance(plan, ManyRowsPlan):
                     self._take(strategy)
@@ -255,7 +252,8 @@ class ReductionScheduler:
         sums = find_sums(product.block.update.value)
         x = Encoding("blocked", 8 + (sums.shift if sums is not None else 0))
         w = Encoding("blocked", 8 if sums is None else sums.sums[-1].greatest.bit_length())
-        return replace(Contraction.of_block(product.block, "matmul", row, column), rows=None, x=x, w=w)
+        contraction = Contraction.of_loops(product.block, "matmul", row, column, x, w)
+        return replace(contraction, rows=None)  # variants for all numbers of rows stand in one program
 
     # Convolutions
 
@@ -264,12 +262,15 @@ class ReductionScheduler:
         tile = None if block.is_pair else filter_tile(block, lanes, registers, self.choice)
         if tile is None:
             return None
-        of_dots = self._dots_of_filters(unfused, lanes, registers) if self.packs else None
+        contraction = Contraction.of_block(tile.block, "convolution", tile.row, tile.column)
+        allowed = allowed_of(self._candidates(contraction))
+        of_dots = self._dots_of_filters(unfused, lanes, registers, allowed) if self.packs else None
         tile, dots = (tile, None) if of_dots is None else of_dots
         if self.packs:
             self.layouts.panels.update(tile.panels)
         sizes = {"rows": tile.most_rows, "vectors": tile.vectors, "lanes": lanes}
-        self._take(CONVOLUTION if dots is None else DOTS[dots.name])
+        if contraction is not None:
+            self._take(CONVOLUTION if dots is None else DOTS[dots.name])
         self.note("filter_tile", tile.column.var.name, row=tile.row.var.name, **sizes)
         code = tiled_filters(tile, self.choice)
         if dots is None:
@@ -277,13 +278,15 @@ class ReductionScheduler:
         self.layouts.panels[tile.filters] = tile.width
         self._group(dots)
         flat = unfused.fused(reduced=False)
-        return self._or_amx(flat, flat.spatial[-1], lanes, tile.width, code)
+        return self._or_amx(flat, flat.spatial[-1], lanes, tile.width, code, allowed)
 
-    def _dots_of_filters(self, block: ReductionBlock, lanes: int, registers: int) -> tuple[FilterTile, Dots] | None:
+    def _dots_of_filters(
+        self, block: ReductionBlock, lanes: int, registers: int, allowed: Sequence[Strategy]
+    ) -> tuple[FilterTile, Dots] | None:
         """Match a tile that sums channels by dot products; the loop over channels is not fused with those over the
         kernel."""
         tile = filter_tile(block.fused(reduced=False), lanes, registers, self.choice)
-        dots = None if tile is None else dot_products(tile.block, tile.column, self._has_dots)
+        dots = None if tile is None else dot_products(tile.block, tile.column, lambda name: DOTS[name] in allowed)
         if tile is None or dots is None:
             return None
         return replace(tile, block=replace(tile.block, body=dots.body)), dots
@@ -338,7 +341,9 @@ class ReductionScheduler:
         column = block.vector_loop() if lanes > 1 else None
         if column is None:
             return None
-        dots = dot_products(block, column, self._has_dots) if self.packs else None
+        contraction = Contraction.of_block(block, "matmul", block.row_loop(column), column)
+        allowed = allowed_of(self._candidates(contraction))
+        dots = dot_products(block, column, lambda name: DOTS[name] in allowed) if self.packs else None
         prologues = prologues_of(block, column) if dots is None else ()
         strategy = DOTS[dots.name] if dots is not None else DEQUANTIZED_FMA if prologues else FMA
         hides = self.target.cpu_facts.hides_conversions
@@ -347,7 +352,8 @@ class ReductionScheduler:
             for operand, width in panel_widths(block, column, lanes, registers, choice).items():
                 self.layouts.panels.setdefault(operand, width)  # a variant before this one may have chosen
         row, rows, vectors = tile_size(block, column, lanes, registers, choice)
-        self._take(strategy)
+        if contraction is not None:
+            self._take(strategy)
         if dots is not None:
             width = panel_width(block, column, lanes, registers, choice)
             self.layouts.panels.update(dict.fromkeys(dots.operands, width))
@@ -362,7 +368,7 @@ class ReductionScheduler:
         code = tiled(block, column, lanes, registers, body, choice, hides_conversions=hides, asks=prefetch)
         if dots is None:
             return code
-        return self._or_amx(block, column, lanes, panel_width(block, column, lanes, registers, choice), code)
+        return self._or_amx(block, column, lanes, panel_width(block, column, lanes, registers, choice), code, allowed)
 
     def _tile_choice(
         self, block: ReductionBlock, column: For, lanes: int, strategy: Strategy
@@ -417,25 +423,17 @@ class ReductionScheduler:
 
     # Dot products
 
-    def _has_dots(self, name: str) -> bool:
-        """Whether the strategy of the dot product `name` is taken on the target."""
-        strategy, preferred = DOTS[name], self.given.strategy
-        return preferred != FMA.name and all(requirement.holds(self.target) for requirement in strategy.requires)
-
     def _group(self, dots: Dots) -> None:
         for operand in dots.operands:
             self.layouts.row_groups[operand] = dots.group
             self.note("dot_products", operand.name, length=dots.group)
 
-    def _or_amx(self, block: ReductionBlock, column: For, lanes: int, width: int, code: Stmt) -> Stmt:
+    def _or_amx(
+        self, block: ReductionBlock, column: For, lanes: int, width: int, code: Stmt, allowed: Sequence[Strategy]
+    ) -> Stmt:
         """Return code that selects AMX tiles from 16 rows on, and `code`, the dot products of the block, below."""
-        x = Contraction.of_block(block, "matmul", block.row_loop(column), column).x
-        strategy = _AMX_DOTS.get(x.kind)
-        if strategy is None or self.given.strategy in {dot.name for dot in DOTS.values()}:
-            return code
-        missing = next((r for r in strategy.requires if not r.holds(self.target)), None)
-        if missing is not None:
-            self._refuse(strategy.name, f"needs {missing.text}, which {self.target.cpu} has not")
+        strategy = next((s for s in allowed if s in (DOTS_AMX_BF16, DOTS_AMX_INT8)), None)
+        if strategy is None:
             return code
         tiles = amx_dots(block, column, lanes, width, self.target)
         if tiles is None:

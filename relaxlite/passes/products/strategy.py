@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A property of the target that a strategy needs to be possible or to pay; `text` follows "needs" in messages."""
+    """A property of the target that a strategy needs to be possible or to pay.
 
-    text: str
+    `lacking`: the reason against the strategy where the target has not the property; "{cpu}" stands for its processor.
+    """
+
+    lacking: str
     holds: Callable[[Target], bool]
 
 
@@ -54,11 +57,15 @@ class Strategy:
         kinds = contraction.x.kind, contraction.w.kind
         return contraction.form in self.forms and (not self.operands or kinds in self.operands)
 
+    def lacking(self, target: Target) -> str | None:
+        """Return the reason why the strategy is not for the target, whatever it multiplies; None: it may be."""
+        missing = next((r for r in self.requires if not r.holds(target)), None)
+        return None if missing is None else missing.lacking.format(cpu=target.cpu)
+
     def refusal(self, contraction: Contraction, target: Target) -> str | None:
         """Return the reason why the strategy is not taken for the contraction on the target; None: it may be taken."""
-        for requirement in self.requires:
-            if not requirement.holds(target):
-                return f"needs {requirement.text}, which {target.cpu} has not"
+        if (reason := self.lacking(target)) is not None:
+            return reason
         max_rows = contraction.max_rows
         if max_rows is not None and max_rows < self.min_rows:
             return f"pays from {self.min_rows} rows on, and there are at most {max_rows}"
@@ -90,10 +97,15 @@ def candidates(
     return tuple(Candidate(s, reasons[s.name]) for s in applicable)
 
 
-def chosen(some: Iterable[Candidate]) -> tuple[Strategy, ...]:
+def allowed_of(options: Iterable[Candidate]) -> tuple[Strategy, ...]:
+    """Return the strategies of candidates that no reason stands against."""
+    return tuple(candidate.strategy for candidate in options if candidate.refusal is None)
+
+
+def chosen(options: Iterable[Candidate]) -> tuple[Strategy, ...]:
     """Return the strategies taken, by falling `min_rows`: each takes the rows below those of the one before it."""
     taken: list[Strategy] = []
-    for candidate in some:
-        if candidate.refusal is None and (not taken or candidate.strategy.min_rows < taken[-1].min_rows):
-            taken.append(candidate.strategy)
+    for strategy in allowed_of(options):
+        if not taken or strategy.min_rows < taken[-1].min_rows:
+            taken.append(strategy)
     return tuple(taken)

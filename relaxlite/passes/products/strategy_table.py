@@ -6,6 +6,7 @@ the facts in its row of cpus.py, so that no row names a processor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from relaxlite.passes.products.blocks import ManyRows
@@ -18,24 +19,36 @@ from relaxlite.passes.products.blocks_maddubs import MIN_ROWS as MADDUBS_ROWS
 from relaxlite.passes.products.blocks_maddubs import by_maddubs
 from relaxlite.passes.products.strategy import Requirement, Strategy
 from relaxlite.passes.products.winograd_loops import MIN_ROWS as WINOGRAD_ROWS
+from relaxlite.target import Target
 
-AMX_INT8 = Requirement("AMX tiles of bytes (amx-int8)", lambda target: target.has("amx-int8"))
-AMX_BF16 = Requirement("AMX tiles of bfloat16 (amx-bf16)", lambda target: target.has("amx-bf16"))
-NO_AMX_BF16 = Requirement("a processor without AMX tiles of bfloat16", lambda target: not target.has("amx-bf16"))
-DP4A = Requirement("dot products of four bytes (VNNI)", lambda target: target.has_dp4a)
-NO_DP4A = Requirement("a processor without VNNI, whose dot products are faster", lambda target: not target.has_dp4a)
-MADDUBS = Requirement("sums of pairs of bytes (SSSE3)", lambda target: target.has_maddubs)
-BF16_DOTS = Requirement("bfloat16 dot products (avx512bf16)", lambda target: target.has("avx512bf16"))
-FREE_ADDITIONS = Requirement("adders beside its multipliers", lambda target: target.cpu_facts.adds_beside_fmas)
-TWO_LOADS = Requirement("two loads in the time of an FMA", lambda target: target.cpu_facts.loads_per_fma > 1)
-ROW_INTERLEAVING = Requirement("a gain from row interleaving", lambda target: target.cpu_facts.interleaves_rows)
+
+def _needs(what: str, holds: Callable[[Target], bool]) -> Requirement:
+    return Requirement(f"needs {what}, which {{cpu}} has not", holds)
+
+
+AMX_INT8 = _needs("AMX tiles of bytes (amx-int8)", lambda target: target.has("amx-int8"))
+AMX_BF16 = _needs("AMX tiles of bfloat16 (amx-bf16)", lambda target: target.has("amx-bf16"))
+NO_AMX_BF16 = Requirement("is slower than the AMX tiles of {cpu}", lambda target: not target.has("amx-bf16"))
+DP4A = _needs("dot products of four bytes (VNNI)", lambda target: target.has_dp4a)
+NO_DP4A = Requirement("is slower than the dot products of four bytes of {cpu}", lambda target: not target.has_dp4a)
+MADDUBS = _needs("sums of pairs of bytes (SSSE3)", lambda target: target.has_maddubs)
+BF16_DOTS = _needs("bfloat16 dot products (avx512bf16)", lambda target: target.has("avx512bf16"))
+FREE_ADDITIONS = _needs("adders beside its multipliers", lambda target: target.cpu_facts.adds_beside_fmas)
+TWO_LOADS = _needs("two loads in the time of an FMA", lambda target: target.cpu_facts.loads_per_fma > 1)
+ROW_INTERLEAVING = Requirement(
+    "gains nothing on {cpu}, as far as is known", lambda target: target.cpu_facts.interleaves_rows
+)
 
 _MATMUL: Final = frozenset({"matmul"})
 _BLOCKED: Final = frozenset({("blocked", "blocked")})
 _FLOATS: Final = frozenset({("float32", "float32")})
 
-WINDOW_NHWC = Strategy("window_nhwc", "vectors of channels, one window each", frozenset({"window"}))
-WINDOW_NCHW = Strategy("window_nchw", "vectors of positions, one window each", frozenset({"window"}))
+WINDOW_NHWC = Strategy(
+    "window_nhwc", "vectors of channels, one window each", frozenset({"window"}), evidence="bench.cpu conv"
+)
+WINDOW_NCHW = Strategy(
+    "window_nchw", "vectors of positions, one window each", frozenset({"window"}), evidence="bench.cpu conv"
+)
 BLOCKED_AMX = Strategy(
     "blocked_amx", "AMX tiles of 16 x 16 sums of bytes, codes unpacked once for all rows", _MATMUL, _BLOCKED,
     (AMX_INT8,), min_rows=AMX_ROWS, evidence="bench.llm prompt", many_rows=by_amx,
@@ -60,7 +73,7 @@ BLOCKED_GEMV = Strategy(
 )
 CONVOLUTION = Strategy(
     "convolution", "FMA of a register tile: positions x vectors of output channels", frozenset({"convolution"}),
-    evidence="bench.cpu onnx",
+    evidence="bench.cpu conv",
 )  # fmt: skip
 WINOGRAD_INT16 = Strategy(
     "winograd_int16", "int16 pairs by Winograd's inner product", frozenset({"winograd"}),
@@ -77,7 +90,7 @@ DOTS_AMX_BF16 = Strategy(
 )  # fmt: skip
 DOTS_AMX_INT8 = Strategy(
     "int8_amx", "AMX tiles of 16 x 16 sums of bytes", frozenset({"matmul", "convolution"}),
-    frozenset({("uint8", "int8")}), (AMX_INT8,), min_rows=AMX_ROWS, evidence="bench.cpu quantized",
+    frozenset({("uint8", "int8")}), (AMX_INT8,), min_rows=AMX_ROWS, evidence="bench.cpu int8",
 )  # fmt: skip
 DOT_BF16 = Strategy(
     "bf16_dot", "dot products of two bfloat16", frozenset({"matmul", "convolution"}),
@@ -85,18 +98,20 @@ DOT_BF16 = Strategy(
 )  # fmt: skip
 DOT_INT8 = Strategy(
     "int8_dp4a", "dp4a groups", frozenset({"matmul", "convolution"}), frozenset({("uint8", "int8")}), (DP4A,),
-    evidence="bench.cpu quantized",
+    evidence="bench.cpu int8",
 )  # fmt: skip
 DOT_INT16 = Strategy(
     "int16_pairs", "int16 pairs", frozenset({"matmul", "convolution"}), frozenset({("int16", "int16")}), (MADDUBS,),
-    evidence="bench.cpu quantized",
+    evidence="bench.cpu int8",
 )  # fmt: skip
 DEQUANTIZED_FMA = Strategy(
     "dequantized_fma", "FMA of a register tile whose weights become float32 as they are loaded", _MATMUL,
     frozenset((x, w) for x in ("float32", "float16", "bfloat16") for w in ("dequantized", "float16", "bfloat16")),
     evidence="bench.llm generate",
 )  # fmt: skip
-FMA = Strategy("fma", "FMA of a register tile", _MATMUL, evidence="bench.cpu matmul")
+FMA = Strategy(
+    "fma", "multiply-adds of a register tile, operands converted first", _MATMUL, evidence="bench.cpu matmul"
+)
 TRANSPOSED_FMA = Strategy(
     "transposed_fma", "FMA of a register tile behind panels that are transposed as they are loaded",
     frozenset({"transposed"}), evidence="bench.cpu matmul",
@@ -129,6 +144,6 @@ DOTS = {"dot2_bf16": DOT_BF16, "dot4_u8s8": DOT_INT8, "dot2_i16": DOT_INT16}
 ALTERNATIVES = tuple(
     strategy.name
     for strategy in TABLE
-    if "winograd" not in strategy.forms and (strategy.min_rows > 1 or strategy in DOTS.values() or strategy is FMA)
+    if strategy in (FMA, CONVOLUTION, *DOTS.values()) or ("winograd" not in strategy.forms and strategy.min_rows > 1)
 )
 """Names of those that `relaxlite tune` may prefer: others take what these do, too."""

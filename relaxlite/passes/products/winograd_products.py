@@ -49,6 +49,7 @@ from relaxlite.ir.symbolic import as_int
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.products.constant_weights import WeightStrategy, take
 from relaxlite.passes.products.prepared_rows import Product, columns_for_pass
+from relaxlite.passes.products.strategy_table import WINOGRAD_FLOAT32
 from relaxlite.passes.products.winograd_loops import FloatProducts
 from relaxlite.passes.products.winograd_weights import balanced
 
@@ -64,7 +65,7 @@ def inner_products(module: IRModule, context: PassContext) -> IRModule:
 
 def strategy_of(module: IRModule, context: PassContext) -> WeightStrategy | None:
     """Return the strategy for a module; None: it does not pay on the target, or the module must be batch invariant."""
-    if not context.target.cpu_facts.adds_beside_fmas or module.attrs.get(BATCH_INVARIANT):
+    if WINOGRAD_FLOAT32.lacking(context.target) is not None or module.attrs.get(BATCH_INVARIANT):
         return None
     lanes, min_columns = context.target.vector_lanes(4), columns_for_pass(MIN_COLUMNS, context.target)
 

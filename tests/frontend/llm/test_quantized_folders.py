@@ -236,7 +236,9 @@ def test_rows_are_read_in_any_order(name: str, tmp_path: Path) -> None:
     weight = read_checkpoint(tmp_path).weights["layers.0.down"]
     wanted, order = weight.to_float32(), np.random.default_rng(0).permutation(HIDDEN)
     np.testing.assert_array_equal(weight.reorder_rows(order).to_float32(), wanted[order])
-    np.testing.assert_array_equal(weight.row_range(5, 77).reorder_rows(np.arange(71, -1, -1)).to_float32(), wanted[5:77][::-1])
+    np.testing.assert_array_equal(
+        weight.row_range(5, 77).reorder_rows(np.arange(71, -1, -1)).to_float32(), wanted[5:77][::-1]
+    )
     operands = BlockOperands.of(weight, "w").operands
     coding = weight.grouped(slice(0, 1)).coding
     assert coding.find_error() is None

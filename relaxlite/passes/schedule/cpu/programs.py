@@ -78,9 +78,7 @@ from relaxlite.passes.loops.transforms import (
 from relaxlite.passes.loops.versioning import Unclamp, clamped_indices
 from relaxlite.passes.products.blocks_grouped import groups_of
 from relaxlite.passes.products.choice import DEFAULT, ONE_SUM, ScheduleChoice
-from relaxlite.passes.products.reduction import (
-    reduction_block,
-)
+from relaxlite.passes.products.reduction import reduction_block
 from relaxlite.passes.products.scheduler import ENOUGH_WORK, OperandLayouts, ReductionScheduler, lanes_of
 from relaxlite.passes.products.strategy_table import BY_NAME
 from relaxlite.passes.products.winograd_tile import ORDINARY_ROWS
@@ -123,11 +121,15 @@ def schedule_cpu(module: IRModule, context: PassContext) -> IRModule:
 
 def _note_strategies(name: str, program: TensorProgram, context: PassContext) -> None:
     """Record the strategies of a program's products, with their minimum numbers of rows, and the refused strategies."""
-    for step in map(parse_step, steps_of(program)):
+    for line in steps_of(program):
+        if not line.startswith(("strategy(", "refuse(")):
+            continue
+        step = parse_step(line)
         options = dict(step.options)
         if step.name == "strategy":
             strategy = BY_NAME[str(step.args[0])]
-            reason = f"from {options['rows']} rows on: {strategy.summary}"
+            rounds = f"; rounds {strategy.rounds}" if strategy.rounds else ""
+            reason = f"from {options['rows']} rows on: {strategy.summary}{rounds}"
             context.decide("strategy", f"{name} by {strategy.name}", True, reason)
         elif step.name == "refuse":
             context.decide("strategy", f"{name} by {step.args[0]}", False, str(options["reason"]))
