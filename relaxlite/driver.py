@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import llvmlite.binding as llvm
 
-from relaxlite import config
 from relaxlite.codegen.bytecode import compile_functions
 from relaxlite.codegen.kernel_cache import open_cache, sources_key
 from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, compile_support
@@ -145,8 +144,8 @@ def build(
         context.constant_memory = constant_memory
     if tuning is not None:
         context.tuning = tuning if isinstance(tuning, Tuning) else Tuning.load(tuning)
-    elif context.tuning is None and (file := config.get("tuning")):
-        context.tuning = Tuning.load(str(file))
+    elif context.tuning is None:
+        context.tuning = Tuning.of_knob()
     if libraries is not None or context.libraries is None:
         context.libraries = rules_for(libraries, machine)
     verify(module, "graph")

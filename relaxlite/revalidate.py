@@ -16,6 +16,7 @@ from relaxlite.ir.module import IRModule
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import Pass
 from relaxlite.passes.pipeline import PASSES
+from relaxlite.passes.schedule.tuning import Tuning
 from relaxlite.target import Target
 from relaxlite.validation.record import read_record
 from relaxlite.validation.validator import ENTRY, Validator
@@ -32,7 +33,7 @@ def rerun(path: str) -> str | None:
             return None
         name = what.removeprefix("pass ")
         step = PASSES.get(name) or Pass(name, lambda module, _: _present(after), "graph")
-        result = step.run(before, PassContext(Target.parse("llvm")))
+        result = step.run(before, PassContext(Target.parse("llvm"), tuning=Tuning.of_knob()))
         validator.check(step, before, result)
     except ValidationError as error:
         return str(error)

@@ -41,8 +41,8 @@ def make_context(args: argparse.Namespace) -> PassContext:
     context.constant_memory = getattr(args, "constant_memory", False)
     libraries = getattr(args, "libraries", None)
     context.libraries = rules_for(names_of(libraries) if libraries else None, context.target)
-    if getattr(args, "tuning", None):
-        context.tuning = Tuning.load(args.tuning)
+    file = getattr(args, "tuning", None)
+    context.tuning = Tuning.load(file) if file else Tuning.of_knob()
     return context
 
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
+from relaxlite import config
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.program import TensorProgram
@@ -85,6 +86,12 @@ class Tuning:
             for target, entries in sorted(self.targets.items())
         }
         return json.dumps({"relaxlite_tuning": FORMAT, "targets": targets}, indent=1) + "\n"
+
+    @staticmethod
+    def of_knob() -> Tuning | None:
+        """Load the file that the knob `tuning` names; None: it names none. Raises as `load`."""
+        file = config.get("tuning")
+        return Tuning.load(str(file)) if file else None
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Tuning:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import relaxlite as rl
 from relaxlite import cli, config, tuner
+from relaxlite.cli.compiling import make_context
 from relaxlite.errors import ExecutionError, InvalidArgumentError
 from relaxlite.ir.equality import structural_hash
 from relaxlite.ir.expr import Constant, ShapeValue
@@ -82,6 +84,15 @@ def test_a_strategy_that_no_table_has_is_refused(tmp_path: Path) -> None:
     Tuning({"llvm": {"key": entry}}).save(file)
     with pytest.raises(InvalidArgumentError, match="there is no strategy 'blocked_magic'; there are window_nhwc"):
         Tuning.load(file)
+
+
+def test_the_knob_holds_where_passes_run_without_the_driver(tmp_path: Path) -> None:
+    """`RELAXLITE_TUNING=... relaxlite inspect --schedules` showed the schedules that the rules choose."""
+    file = tmp_path / "tuning.json"
+    Tuning({str(HOST): {"key": TunedProgram("p", ScheduleChoice(rows=2), (), (), (), 1)}}).save(file)
+    with config.override(tuning=str(file)):
+        context = make_context(argparse.Namespace(target=None))
+    assert context.tuning == Tuning.load(file)
 
 
 @pytest.mark.parametrize("registers", [16, 32])
