@@ -32,7 +32,7 @@ from relaxlite.passes.loops.pattern import Reduction, perfect_nest, reduction_of
 from relaxlite.passes.loops.transforms import nest
 from relaxlite.passes.products.constant_weights import WeightStrategy
 from relaxlite.passes.products.reduction import reduction_block
-from relaxlite.passes.products.strategies import ProductStrategies, strategy_for
+from relaxlite.passes.products.weight_strategies import ProductStrategies, strategy_for
 from relaxlite.target import Target
 
 _ANALYZER = Analyzer()

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from relaxlite.ir.module import IRModule
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.merge_calls import CallSite
-from relaxlite.passes.products import int16_products as word_products
-from relaxlite.passes.products import winograd_products as inner_products
+from relaxlite.passes.products import int16_products, winograd_products
 from relaxlite.passes.products.constant_weights import WeightStrategy, is_fit, would_take
 
 
@@ -19,7 +18,7 @@ class ProductStrategies:
     """The weight strategies of a module, in order of preference."""
 
     def __init__(self, module: IRModule, context: PassContext) -> None:
-        strategies = [find(module, context) for find in (word_products.strategy_of, inner_products.strategy_of)]
+        strategies = [find(module, context) for find in (int16_products.strategy_of, winograd_products.strategy_of)]
         self._all = [strategy for strategy in strategies if strategy is not None]
 
     def of(self, function: str) -> Sequence[WeightStrategy]:
