@@ -61,7 +61,7 @@ def _all(accepts: Callable[[object], bool]) -> Callable[[object], bool]:
 
 
 _FLAG = ValueKind("True or False", lambda value: isinstance(value, bool))
-_COUNT = ValueKind("a count", lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+_COUNT = ValueKind("a count", lambda value: _is_int(value) and value >= 0)  # type: ignore[operator]
 _INTS = ValueKind("a tuple of integers", _all(_is_int))
 _PAIRS = ValueKind(
     "a tuple of pairs of integers",
