@@ -13,6 +13,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from relaxlite.garbage import with_gc_disabled
 from relaxlite.runtime import artifact, scratch, threadpool
 from relaxlite.runtime.executable import ENTRY, ExecutableData, SymbolBounds, TensorSpec, bound_problem, disassemble
 from relaxlite.runtime.host import HostFailedError
+from relaxlite.runtime.state import State
+from relaxlite.runtime.structure import INITIAL_STATE, CallStructure, nest, to_array, to_tensor, torch_of
 from relaxlite.runtime.tensor import Tensor, export_array, import_tensor
 from relaxlite.runtime.vm import VirtualMachine
 from relaxlite.runtime.weights import align_weights, place_weights
@@ -75,6 +78,8 @@ class Executable:
         self._output_names = tuple(spec.name for spec in self.outputs)
         self._plans = [_ArgumentCheck(spec) for spec in self.inputs]
         self._donated = tuple(self._names.index(name) for name in signature.donated)
+        self._structure = CallStructure.of_text(signature.structure) if signature.structure else None
+        self._state = State(signature.state, self.entry(INITIAL_STATE)) if signature.state else None
 
     def entry(self, name: str) -> Executable:
         """Another entry of the model as an executable that shares kernels and weights with this one.
@@ -93,6 +98,8 @@ class Executable:
         Arguments: objects with DLPack or the array interface, or lists of numbers. Raises InputError where they do not
         match the signature, ExecutionError where the model fails, OutOfMemoryError.
         """
+        if self._structure is not None:
+            return self._call_nested(self._structure, args, kwargs)
         results = self._call(self._ordered_arguments(args, kwargs) if kwargs or len(args) != len(self._names) else args)
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -106,6 +113,46 @@ class Executable:
             )
         results = self._call(self._ordered_arguments((), inputs))
         return dict(zip(self._output_names, results, strict=True))
+
+    def _call_nested(self, structure: CallStructure, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a model whose arguments and results are nested; tensors of PyTorch give such results."""
+        values = structure.arguments(args, kwargs)
+        torch = torch_of(values)
+        arrays = values if torch is None else [to_array(v) if isinstance(v, torch.Tensor) else v for v in values]
+        copies = self._dense_copies(arrays)
+        if self._state is None:
+            results = self._call(tuple(arrays))
+        else:
+            with self._state.lock:
+                results = self._call((*arrays, *self._state.arrays))
+        for original, copy_of in copies:
+            original[...] = copy_of
+        return nest(structure.result, results, partial(to_tensor, torch) if torch else _identity)
+
+    def _dense_copies(self, arrays: list[Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Replace arrays that a call overwrites and that are not dense by copies; return pairs to write back."""
+        pairs = []
+        for number in self._donated:
+            if number < len(arrays) and isinstance(arrays[number], np.ndarray) and not arrays[number].flags.carray:
+                pairs.append((arrays[number], arrays[number].copy(order="C")))
+                arrays[number] = pairs[-1][1]
+        return pairs
+
+    @property
+    def state(self) -> State:
+        """The state that calls read and write, such as a cache in a buffer; array by name, `state.reset()`.
+
+        Raises InvalidArgumentError for a model without state.
+        """
+        if self._state is None:
+            raise InvalidArgumentError("the model has no state: it writes no buffer")
+        return self._state
+
+    def fresh(self) -> Executable:
+        """Return an executable that shares kernels and weights with this one and has a state of its own."""
+        executable = copy.copy(self)
+        executable._bind_entry(self._name)
+        return executable
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the model to one file, for `relaxlite.load`. Raises ArtifactError."""
@@ -228,6 +275,10 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, verify: bo
     reads the whole file.
     """
     return Executable(artifact.load(path, verify=verify), threads=threads, is_checked=True)
+
+
+def _identity(array: np.ndarray) -> np.ndarray:
+    return array
 
 
 def _describe(value: Any, spec: TensorSpec) -> str:
