@@ -97,9 +97,7 @@ ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute(NARROW_TYPES, "function", _NAME_PAIRS, "(input or output, the ONNX type whose bits it carries)."),
     Attribute(OUTPUT_NAMES, "function", _NAMES, "Names of the results, as callers know them."),
     Attribute(RELAXED_PRECISION, "function", _FLAG, "Its products may round more than those of other functions."),
-    Attribute(
-        STATE, "function", _NAMES, "Names of the last parameters, which the compiled model keeps from call to call."
-    ),
+    Attribute(STATE, "function", _NAMES, "Names of the last parameters, which the executable keeps between calls."),
     Attribute(CHECKED, "program", _FLAG, "Integer arithmetic is tested for overflow: it computes sizes."),
     Attribute(CONCATENATES, "program", _INTS, "The inputs that its output consists of, one after another."),
     Attribute(INHERITS_LAYOUT, "program", _FLAG, "It reads weights as other programs have them packed."),

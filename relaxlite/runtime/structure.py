@@ -74,8 +74,8 @@ class CallStructure:
     def of_text(text: str) -> CallStructure:
         """The structure of JSON text. Raises ValueError or TypeError for other text."""
         args, kwargs, result = json.loads(text)
-        parts = (tuple((name, Tree.of_json(tree)) for name, tree in part) for part in (args, kwargs))
-        return CallStructure(*parts, Tree.of_json(result))
+        positional, keywords = (tuple((name, Tree.of_json(tree)) for name, tree in part) for part in (args, kwargs))
+        return CallStructure(positional, keywords, Tree.of_json(result))
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the values of the inputs, in their order. Raises InputError for other arguments than the model's."""
@@ -236,10 +236,10 @@ def to_array(tensor: Any) -> np.ndarray:
     if tensor.device.type != "cpu":
         raise InputError(f"the tensor is on device {tensor.device}; copy it to the CPU first, with .cpu()")
     if tensor.dtype is sys.modules["torch"].bfloat16:
-        return tensor.view(sys.modules["torch"].int16).numpy().view(dtypes.to_numpy("bfloat16"))  # type: ignore[no-any-return]
+        return tensor.view(sys.modules["torch"].int16).numpy().view(dtypes.to_numpy("bfloat16"))
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.numpy()  # type: ignore[no-any-return]
+    return tensor.numpy()
 
 
 def to_tensor(torch: Any, array: np.ndarray) -> Any:

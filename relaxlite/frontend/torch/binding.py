@@ -55,6 +55,5 @@ def bind_arguments(
 
 
 def _is_default(value: Any, argument: Any) -> bool:
-    return (
-        argument.has_default_value() and type(value) is type(argument.default_value) and value == argument.default_value
-    )
+    default = argument.default_value if argument.has_default_value() else None
+    return argument.has_default_value() and type(value) is type(default) and value == default

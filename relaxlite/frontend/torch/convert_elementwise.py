@@ -87,6 +87,11 @@ def binary(n: Node, a: Any, b: Any, op: Callable[..., Any], dtype: str) -> Expr:
     return n.cast(n.emit(op(left, right)), n.dtype())
 
 
+def compare(n: Node, a: Any, b: Any, op: Callable[..., Any]) -> Expr:
+    """Compare two operands in the type to which torch promotes both."""
+    return binary(n, a, b, op, n.result_type(*n.fx_node.args))
+
+
 def _register_tables() -> None:
     for name, op in _UNARY.items():
         torch_op(f"aten.{name}")(lambda n, self, op=op: unary(n, self, op))
@@ -95,9 +100,7 @@ def _register_tables() -> None:
     for name, op in _BINARY.items():
         torch_op(f"aten.{name}")(lambda n, self, other, op=op: binary(n, self, other, op, n.dtype()))
     for name, op in _COMPARISONS.items():
-        torch_op(f"aten.{name}")(
-            lambda n, self, other, op=op: binary(n, self, other, op, n.result_type(*n.fx_node.args))
-        )
+        torch_op(f"aten.{name}")(lambda n, self, other, op=op: compare(n, self, other, op))
     for name, op in _LOGICAL.items():
         torch_op(f"aten.{name}")(lambda n, self, other, op=op: binary(n, self, other, op, "bool"))
 

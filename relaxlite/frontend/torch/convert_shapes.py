@@ -11,6 +11,7 @@ from relaxlite.frontend.torch.node import Complex, Node
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Expr
+from relaxlite.ir.symbolic import sym
 
 
 @torch_op(
@@ -31,7 +32,7 @@ def view(
     if n.overload == "dtype":
         n.fail("view(dtype) reinterprets bits; this is not supported yet")
     if isinstance(self, Complex):
-        return Complex(n.reshape(self.parts, (*n.shape(), 2)))
+        return Complex(n.reshape(self.parts, (*n.shape(), sym(2))))
     return n.reshape(self, n.shape())
 
 

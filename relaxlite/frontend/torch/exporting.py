@@ -18,7 +18,7 @@ from relaxlite.frontend.torch.survey import check_operators
 from relaxlite.garbage import with_gc_disabled
 from relaxlite.ir.module import IRModule
 
-DynamicShapes: TypeAlias = "Mapping[str, Any] | Sequence[Any] | None"
+DynamicShapes: TypeAlias = "dict[str, Any] | tuple[Any, ...] | list[Any] | None"
 Model: TypeAlias = "torch.nn.Module | ExportedProgram | str | os.PathLike[str]"
 
 
@@ -71,7 +71,7 @@ def _export(
                 args,
                 kwargs or None,
                 dynamic_shapes=dynamic_shapes,
-                strict=strict,  # type: ignore[arg-type]
+                strict=strict,
             )
         except Exception as error:
             name = type(model).__name__

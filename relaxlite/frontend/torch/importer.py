@@ -32,7 +32,7 @@ from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.ops.broadcast import PROVER
-from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.runtime.structure import INITIAL_STATE
 
@@ -67,7 +67,6 @@ class ProgramImporter:
         with self.bb.body() as scope:
             for param, symbol, name in self._sizes:
                 self._bind_size(param, symbol, name)
-            self._check_new_symbols()
             outputs = self.nodes(self.program.graph_module)
             results, leaves, updates = self._results(outputs)
             written = [param for param, _ in updates]
@@ -119,7 +118,7 @@ class ProgramImporter:
         """Return a parameter, buffer or constant of the program. ImportModelError if it is missing."""
         for table in (self.program.state_dict, self.program.constants):
             if isinstance(table.get(name), torch.Tensor):
-                return table[name]  # type: ignore[no-any-return]
+                return table[name]
         raise ImportModelError(f"the weight '{name}' is missing in the program; save it again with its state_dict")
 
     def _stored_type(self, tensor: torch.Tensor) -> TensorType:
@@ -134,8 +133,8 @@ class ProgramImporter:
             return constant
         if isinstance(value, torch.Tensor):
             dims = [self.symbols.input_dim(d, self._dim_name(node, k)) for k, d in enumerate(value.shape)]
-            shape = (*dims, 2) if value.is_complex() else dims
-            param = Var(self.bb.unique_name(name), TensorType.of(tuple(shape), dtype_name(value.dtype)))
+            shape = (*dims, *((sym(2),) if value.is_complex() else ()))
+            param = Var(self.bb.unique_name(name), TensorType.of(shape, dtype_name(value.dtype)))
             self._inputs.append(signature.Leaf("complex" if value.is_complex() else "tensor", name=param.name))
             self._params.append(param)
             return Complex(param) if value.is_complex() else param
@@ -162,9 +161,6 @@ class ProgramImporter:
         vector = self.bb.emit(ops.reshape(param, (1,)))
         size = self.symbols.expr(symbol) if self.symbols.knows(symbol) else self.symbols.define(symbol, name)
         self.bb.match_shape(self.bb.emit(ops.tensor_to_shape(vector)), (size,))
-
-    def _check_new_symbols(self) -> None:
-        """Nothing to do: the ranges of torch are those of the symbols."""
 
     def _initial_state(self) -> Function:
         with self.bb.body() as scope:
@@ -265,7 +261,7 @@ class ProgramImporter:
     def _call(self, node: torch.fx.Node) -> Any:
         name = name_of(node.target)
         if name == "getitem" and not isinstance(node.meta.get("val"), torch.SymInt):
-            return self.value(node.args[0])[node.args[1]]  # type: ignore[index]
+            return self.value(node.args[0])[node.args[1]]
         converter = find_converter(name)
         if converter is None:
             return self._symbolic(node)
@@ -375,7 +371,9 @@ class ProgramImporter:
                 is_input = spec.kind == OutputKind.USER_INPUT_MUTATION
                 param = by_name[str(spec.target)] if is_input else state[str(spec.target)]
                 new = value.parts if isinstance(value, Complex) else value
-                updates[param.parts if isinstance(param, Complex) else param] = new
+                key = param.parts if isinstance(param, Complex) else param
+                assert isinstance(key, Var)
+                updates[key] = new
             elif spec.kind == OutputKind.USER_OUTPUT:
                 name = getattr(spec.arg, "name", None) or f"output_{len(leaves)}"
                 leaves.append(self._result(value, name, results))

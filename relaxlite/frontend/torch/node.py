@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -148,7 +149,7 @@ class Node:
         with np.errstate(all="ignore"):
             return Constant.of(np.asarray(value).astype(dtypes.to_numpy(dtype)))
 
-    def full(self, shape: Sequence[SymExpr | int], value: Expr | Number, dtype: str) -> Expr:
+    def full(self, shape: Sequence[SymExpr | builtins.int], value: Expr | Number, dtype: str) -> Expr:
         """Return a tensor of a shape filled with a scalar."""
         return self.emit(ops.full(tuple(shape), self.operand(value, dtype)))
 
@@ -167,7 +168,7 @@ class Node:
         """Read an integer tensor of one element at run time as a symbolic integer."""
         known = self.bb.known_value(x)
         if known is not None and known.size == 1:
-            return known.reshape(-1)[0]  # type: ignore[no-any-return]
+            return known.reshape(-1)[0]
         vector = self.emit(ops.reshape(self.cast(x, "int64"), (1,)))
         size = self.symbols.fresh(name, lower=None)
         self.bb.match_shape(self.emit(ops.tensor_to_shape(vector)), (size,))
@@ -185,19 +186,19 @@ class Node:
 
     # shapes
 
-    def reshape(self, x: Expr, shape: Sequence[SymExpr | int]) -> Expr:
+    def reshape(self, x: Expr, shape: Sequence[SymExpr | builtins.int]) -> Expr:
         """Return x in another shape; x itself where it has it."""
         target = tuple(shape)
         if self.shape_of(x) == target:
             return x
         return self.emit(ops.reshape(x, target))
 
-    def broadcast(self, x: Expr, shape: Sequence[SymExpr | int]) -> Expr:
+    def broadcast(self, x: Expr, shape: Sequence[SymExpr | builtins.int]) -> Expr:
         """Return x broadcast to a shape; sizes that must agree are checked at run time unless proven equal."""
         x = self.fit(x, tuple(shape))
         return x if self.shape_of(x) == tuple(shape) else self.emit(ops.broadcast_to(x, tuple(shape)))
 
-    def fit(self, x: Expr, result: Sequence[SymExpr | int]) -> Expr:
+    def fit(self, x: Expr, result: Sequence[SymExpr | builtins.int]) -> Expr:
         """Return x with the sizes of the result that it is broadcast to: each is that size or 1.
 
         A size that is not proven to be either is checked at run time to be that of the result.
@@ -207,7 +208,7 @@ class Node:
         changes = {k: target[offset + k] for k, size in enumerate(shape) if offset + k >= 0 and as_int(size) != 1}
         return unify_dims(self.bb, x, changes)
 
-    def fit_except(self, x: Expr, result: Sequence[SymExpr | int], axis: int) -> Expr:
+    def fit_except(self, x: Expr, result: Sequence[SymExpr | builtins.int], axis: builtins.int) -> Expr:
         """Return x with the sizes of the result in all dimensions but one, checked at run time unless proven."""
         target = {k: self.symbols.dim_or_expr(size) for k, size in enumerate(result) if k != axis}
         return unify_dims(self.bb, x, target)
@@ -242,7 +243,7 @@ class Node:
         self.bb.match_shape(values, (1,))
         self.bb.loc = loc
 
-    def proves_equal(self, a: SymExpr | int, b: SymExpr | int) -> bool:
+    def proves_equal(self, a: SymExpr | builtins.int, b: SymExpr | builtins.int) -> bool:
         """Whether two sizes are provably equal."""
         return PROVER.can_prove_equal(a, b)
 

@@ -59,7 +59,7 @@ def _is_plain(value: Any) -> bool:
 
 def _tree(spec: Any, leaves: Any) -> Tree:
     if spec.is_leaf():
-        return next(leaves)  # type: ignore[no-any-return]
+        return next(leaves)
     children = tuple(_tree(child, leaves) for child in spec.children())
     kind, context = spec.type, spec.context
     if kind is tuple or kind is list:

@@ -27,6 +27,8 @@ from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, floordiv, floormod, s
 Int: TypeAlias = "int | SymExpr"
 Scalar: TypeAlias = "int | float | bool | SymExpr | torch.SymFloat | torch.SymBool"
 
+Ratio: TypeAlias = "tuple[SymExpr, SymExpr]"  # numerator and positive denominator
+
 _MAX_SIZE = 1 << 62  # upper bounds from here on say nothing
 
 
@@ -178,7 +180,7 @@ class SymbolTable:
             return smax(floordiv(above, below), 0) - smax(floordiv(-above, below), 0)
         return floordiv(above, below)
 
-    def _ratio(self, e: Any) -> tuple[SymExpr, SymExpr] | None:
+    def _ratio(self, e: Any) -> Ratio | None:
         """Return an expression as numerator and positive denominator, or None."""
         kind = type(e).__name__
         if kind == "ToFloat":
@@ -191,18 +193,10 @@ class SymbolTable:
         if e.is_Rational or e.is_Float:
             exact = sympy.nsimplify(e, rational=True)
             return (sym(int(exact.p)), sym(int(exact.q))) if abs(exact.q) < 1 << 24 else None
-        if e.is_Mul:
+        if e.is_Mul or e.is_Add:
             parts = [self._ratio(arg) for arg in e.args]
-            if any(p is None for p in parts):
-                return None
-            above = reduce(operator.mul, (p[0] for p in parts if p), sym(1))
-            return above, reduce(operator.mul, (p[1] for p in parts if p), sym(1))
-        if e.is_Add:
-            parts = [self._ratio(arg) for arg in e.args]
-            if any(p is None for p in parts):
-                return None
-            below = reduce(operator.mul, (p[1] for p in parts if p), sym(1))
-            return sum((p[0] * floordiv(below, p[1]) for p in parts if p), sym(0)), below
+            known = [part for part in parts if part is not None]
+            return (_ratio_product if e.is_Mul else _ratio_sum)(known) if len(known) == len(parts) else None
         if e.is_integer:
             return self.expr(e), sym(1)
         return None
@@ -304,6 +298,15 @@ def _power(a: SymExpr, b: SymExpr) -> SymExpr:
 def _shift(a: SymExpr, b: SymExpr, *, left: bool) -> SymExpr:
     factor = 1 << int(b)
     return a * factor if left else floordiv(a, factor)
+
+
+def _ratio_product(ratios: Sequence[Ratio]) -> Ratio:
+    return _product(*(above for above, _ in ratios)), _product(*(below for _, below in ratios))
+
+
+def _ratio_sum(ratios: Sequence[Ratio]) -> Ratio:
+    common = _product(*(below for _, below in ratios))
+    return _sum(*(above * floordiv(common, below) for above, below in ratios)), common
 
 
 def _sum(*args: SymExpr) -> SymExpr:
