@@ -18,6 +18,7 @@ except ImportError as _error:
     raise ImportModelError('PyTorch is not installed; install it by pip install "relaxlite[torch]"') from _error
 
 from relaxlite.frontend.torch import (  # noqa: F401  (each registers its converters)
+    convert_control,
     convert_elementwise,
     convert_linalg,
     convert_shapes,

@@ -174,6 +174,13 @@ class Node:
         self.bb.match_shape(self.emit(ops.tensor_to_shape(vector)), (size,))
         return size
 
+    def carried(self, value: Any) -> Expr:
+        """Return a value that a loop or branch carries as a tensor: integers as int64 of rank 0."""
+        if isinstance(value, Var | Constant):
+            return value
+        kinds = {bool: "bool", float: "float64", torch.SymFloat: "float64", torch.SymBool: "bool"}
+        return self.operand(value, kinds.get(type(value), "int64"))
+
     def result_type(self, *values: Any) -> str:
         """Return the dtype to which torch promotes these arguments, given by their fx values."""
         described = [v.meta["val"] if isinstance(v, torch.fx.Node) else v for v in values]
