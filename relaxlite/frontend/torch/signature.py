@@ -64,14 +64,18 @@ def _tree(spec: Any, leaves: Any) -> Tree:
     kind, context = spec.type, spec.context
     if kind is tuple or kind is list:
         return Tree(kind.__name__, children=children)
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    if not isinstance(kind, type) or issubclass(kind, tuple):  # a named tuple; its class is the context
+        kind = context if isinstance(context, type) else kind
+        fields = tuple(getattr(kind, "_fields", ()))
+        return Tree("named", name=_class_name(kind), keys=fields, children=children)
     if kind in (dict, pytree.OrderedDict, pytree.defaultdict):
         keys = context[1] if kind is pytree.defaultdict else context
         return Tree("dict", keys=tuple(keys), children=children)
-    if issubclass(kind, tuple):  # a named tuple, or a structseq as of torch.max
-        fields = getattr(context if isinstance(context, type) else kind, "_fields", ())
-        return Tree("named", name=name, keys=tuple(fields), children=children)
-    return Tree("object", name=name, keys=_keys(context, len(children)), children=children)
+    return Tree("object", name=_class_name(kind), keys=_keys(context, len(children)), children=children)
+
+
+def _class_name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _keys(context: Any, count: int) -> tuple[Any, ...]:
