@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import relaxlite as rl
-from relaxlite.errors import InputError, PassError
+from relaxlite.errors import InputError
 from relaxlite.ir import ops
 from relaxlite.ir.attributes import DONATED
 from relaxlite.ir.builder import BlockBuilder
