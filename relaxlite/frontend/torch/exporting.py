@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError, RelaxliteError
 from relaxlite.frontend.torch.functional import functionalize, recurrent_layers_kept
-from relaxlite.frontend.torch.importer import DimNames, ProgramImporter
+from relaxlite.frontend.torch.program import DimNames, ProgramImporter
 from relaxlite.frontend.torch.survey import check_operators
 from relaxlite.garbage import with_gc_disabled
 from relaxlite.ir.module import IRModule

@@ -28,7 +28,7 @@ def functionalize(program: ExportedProgram) -> ExportedProgram:
         return program
     with recurrent_layers_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return program.run_decompositions(_table())
+        return program.run_decompositions(decompositions())
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def _needs_retrace(node: torch.fx.Node) -> bool:
     return "vmap" in name_of(node.target) or "batch_dim" in name_of(node.target)
 
 
-def _table() -> Decompositions:
+def decompositions() -> Decompositions:
     """The decompositions of operators that have no converter."""
     return {op: f for op, f in _default_table().items() if find_converter(name_of(op)) is None}
 

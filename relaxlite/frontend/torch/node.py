@@ -22,7 +22,7 @@ from relaxlite.ir.types import TensorType, TupleType
 from relaxlite.records import dataclass
 
 if TYPE_CHECKING:
-    from relaxlite.frontend.torch.importer import ProgramImporter
+    from relaxlite.frontend.torch.importer import GraphImporter
     from relaxlite.frontend.torch.symbols import SymbolTable
 
 Shape: TypeAlias = "tuple[SymExpr, ...]"
@@ -39,7 +39,7 @@ class Complex:
 class Node:
     """An operator call under conversion."""
 
-    def __init__(self, importer: ProgramImporter, fx_node: torch.fx.Node) -> None:
+    def __init__(self, importer: GraphImporter, fx_node: torch.fx.Node) -> None:
         self.importer, self.fx_node = importer, fx_node
 
     @property
