@@ -91,9 +91,11 @@ def backend(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **option
 
     Raises InvalidArgumentError for a graph whose results require gradients.
     """
-    weights = {k: x for k, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter) and not x.is_inference()}
+    weights: dict[int, torch.Tensor] = {
+        k: x for k, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter) and not x.is_inference()
+    }
     compile_graph = functools.partial(_compile, weights=weights, options=options.get("options") or {})
-    return aot_autograd(  # type: ignore[no-any-return]
+    return aot_autograd(
         fw_compiler=_refuse_gradients, inference_compiler=compile_graph, decompositions=decompositions()
     )(graph, example_inputs)
 
@@ -157,7 +159,7 @@ def _with_eager_parts(graph: torch.fx.GraphModule, entry: GraphReport, options: 
             except RelaxliteError as error:
                 entry.eager.append(str(error))
                 continue
-            part.forward = compiled.as_module_forward  # type: ignore[method-assign]
+            part.forward = compiled.as_module_forward
     return parted
 
 
@@ -205,7 +207,10 @@ class CompiledGraph:
         return tuple(results) if isinstance(output.args[0], tuple | list) else results[0]
 
 
-def _scalar(kind: str, array: np.ndarray) -> Any:
+def _converted(kind: str, array: np.ndarray) -> Any:
+    """Return a result as what the graph gives."""
+    if kind == "tensor":
+        return to_tensor(torch, array)
     if kind == "complex":
         return torch.view_as_complex(torch.from_numpy(array))
     return array.item()
