@@ -191,14 +191,7 @@ class CompiledGraph:
         scalars = self._scalars
         arrays = [np.asarray(args[k]) if k in scalars else to_array(args[k]) for k in self._inputs]
         results = self._executable._call(tuple(arrays))
-        return [
-            value
-            if kind == "const"
-            else to_tensor(torch, results[value])
-            if kind == "tensor"
-            else _scalar(kind, results[value])
-            for kind, value in self._outputs
-        ]
+        return [value if kind == "const" else _converted(kind, results[value]) for kind, value in self._outputs]
 
     def as_module_forward(self, *args: Any) -> Any:
         """Run as the forward of a graph module: one result alone is no list."""
