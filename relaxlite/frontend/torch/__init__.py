@@ -19,8 +19,12 @@ except ImportError as _error:
 
 from relaxlite.frontend.torch import (  # noqa: F401  (each registers its converters)
     convert_control,
+    convert_creation,
     convert_elementwise,
+    convert_indexing,
     convert_linalg,
+    convert_moves,
+    convert_scatter,
     convert_shapes,
 )
 from relaxlite.frontend.torch.exporting import from_torch
