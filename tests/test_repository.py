@@ -313,18 +313,26 @@ def help_texts() -> list[str]:
     return [p.format_help() for action in commands._group_actions for p in action.choices.values()]  # type: ignore[union-attr]
 
 
-def test_the_table_of_ops_is_up_to_date() -> None:
-    written = (ROOT / "docs" / "ops.md").read_text("utf-8")
-    render = runpy.run_path(str(ROOT / "docs" / "generate_ops.py"))["render"]
-    assert written == render(), "run `python docs/generate_ops.py`"
+GENERATED = runpy.run_path(str(ROOT / "docs" / "generate"), run_name="pages")["PAGES"]
+
+
+@pytest.mark.parametrize("page", GENERATED)
+def test_generated_pages_are_up_to_date(page: str) -> None:
+    assert (ROOT / "docs" / page).read_text("utf-8") == GENERATED[page](), "run `python docs/generate`"
 
 
 def test_links_in_documents_lead_somewhere() -> None:
     for document in DOCUMENTS:
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text("utf-8")):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
-    for path in re.findall(r"`((?:relaxlite|docs|examples|tests)/[\w/.]+)`", TEXTS):
+    for path in re.findall(r"`((?:relaxlite|docs|examples|tests)/[\w/.-]+)`", TEXTS):
         assert (ROOT / path).exists(), path
+
+
+def test_documents_named_in_code_exist() -> None:
+    named = {path for source in SOURCES for path in re.findall(r"docs/[\w/-]+\.md", source.read_text("utf-8"))}
+    missing = sorted(path for path in named - {"docs/gguf.md"} if not (ROOT / path).exists())  # that one is of ggml
+    assert named and missing == []
 
 
 # Examples
