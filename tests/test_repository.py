@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import relaxlite
+from docs.generate import PAGES
 from relaxlite import config
 from relaxlite.cli.parser import COMMANDS, make_parser
 from relaxlite.passes.pipeline import PASSES
@@ -260,15 +261,16 @@ def test_every_variable_that_is_named_exists(path: Path) -> None:
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = "\n".join(path.read_text("utf-8") for path in DOCUMENTS)
-BLOCKS = [
-    pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
+PROGRAMS = [
+    pytest.param("\n".join(blocks), id=str(path.relative_to(ROOT)))
     for path in DOCUMENTS
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.DOTALL))
+    if (blocks := re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.DOTALL))
 ]
 
 
-@pytest.mark.parametrize("code", BLOCKS)
+@pytest.mark.parametrize("code", PROGRAMS)
 def test_code_in_documents_runs(code: str, tmp_path: Path) -> None:
+    """The blocks of a document are one program."""
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=ENVIRONMENT)
 
 
@@ -295,9 +297,20 @@ def test_readme_lists_the_commands_in_order() -> None:
     assert [cell.split()[1] for cell in re.findall(r"^\| `(relaxlite [^`]*)`", table, re.MULTILINE)] == list(COMMANDS)
 
 
-@pytest.mark.parametrize("text", sorted(set(re.findall(r"`[^`\n]*?(relaxlite (?:\w+)[^`\n]*)`", README))))
-def test_command_lines_in_the_readme_are_understood(text: str) -> None:
-    words = text.replace("[NAME]", "NAME").replace(" ...", " --shape x=1").split()[1:]
+def command_lines() -> list[str]:
+    """The README's command lines, and those of the shell blocks of all documents, without comments."""
+    shown = set(re.findall(r"`[^`\n]*?(relaxlite (?:\w+)[^`\n]*)`", README))
+    for block in re.findall(r"```sh\n(.*?)```", TEXTS, re.DOTALL):
+        for line in block.splitlines():
+            words = shlex.split(line.partition("&& ")[2] or line, comments=True)
+            if words[:1] == ["relaxlite"]:
+                shown.add(shlex.join(words))
+    return sorted(shown)
+
+
+@pytest.mark.parametrize("text", command_lines())
+def test_command_lines_in_documents_are_understood(text: str) -> None:
+    words = shlex.split(text.replace("[NAME]", "NAME").replace(" ...", " --shape x=1"))[1:]
     args = make_parser().parse_args(words)
     assert args.command in COMMANDS and getattr(args, "after", None) in (None, "PASS", *PASSES)
 
@@ -313,12 +326,9 @@ def help_texts() -> list[str]:
     return [p.format_help() for action in commands._group_actions for p in action.choices.values()]  # type: ignore[union-attr]
 
 
-GENERATED = runpy.run_path(str(ROOT / "docs" / "generate"), run_name="pages")["PAGES"]
-
-
-@pytest.mark.parametrize("page", GENERATED)
+@pytest.mark.parametrize("page", PAGES)
 def test_generated_pages_are_up_to_date(page: str) -> None:
-    assert (ROOT / "docs" / page).read_text("utf-8") == GENERATED[page](), "run `python docs/generate`"
+    assert (ROOT / "docs" / page).read_text("utf-8") == PAGES[page](), "run `python -m docs.generate`"
 
 
 def test_links_in_documents_lead_somewhere() -> None:

@@ -1,17 +1,10 @@
-"""Write the generated pages of docs/: python docs/generate"""
+"""Write the generated pages of docs/: python -m docs.generate"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-import ops_page
-import passes_page
-
-PAGES: dict[str, Callable[[], str]] = {
-    "ops.md": ops_page.render,
-    "passes.md": passes_page.render,
-}
+from docs.generate import PAGES
 
 if __name__ == "__main__":
     for name, render in PAGES.items():

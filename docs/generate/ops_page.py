@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 from itertools import groupby
 
-from page_text import first_paragraph, table
-
+from docs.generate.page_text import first_paragraph, table
 from relaxlite.ir import ops
 from relaxlite.ir.op import REQUIRED, Op, all_ops
 
 HEAD = """\
 # The operators
 
-Made by `python docs/generate` from the declarations in `relaxlite/ir/ops/`, one section per file. In Python an
+Made by `python -m docs.generate` from the declarations in `relaxlite/ir/ops/`, one section per file. In Python an
 op is `relaxlite.ops.NAME`. An operand with `?` may be left out, `*` stands for any number; attributes are keywords.
 """
 

@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterator
 from itertools import groupby
 
-from page_text import cell, table
-from pass_examples import DTYPES, EXAMPLES, before_and_after
-
+from docs.generate.page_text import cell, table
+from docs.generate.pass_examples import DTYPES, EXAMPLES, before_and_after
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import REQUIRED, all_ops
 from relaxlite.passes.manager import Pass
@@ -19,12 +18,12 @@ from relaxlite.passes.pipeline import PASSES, default_pipeline
 HEAD = """\
 # The passes
 
-Made by `python docs/generate` from `relaxlite/passes/pipeline.py`. A pass is a pure function from a module to a module.
+Made by `python -m docs.generate` from `relaxlite/passes/pipeline.py`. A pass is a pure function of modules.
 `relaxlite inspect MODEL --after PASS` prints a module after a pass; `relaxlite opt FILE -p PASS` runs a pass on text.
 Why the passes are as they are: [design notes](design-notes.md).
 
 Examples are differences: lines with `-` are before the pass, lines with `+` after. Types are shortened: `f32[n, 4]` is
-`Tensor((n, 4), "float32")`. Attributes with default values, declarations of symbols, and unchanged programs are omitted.
+`Tensor((n, 4), "float32")`. Attributes with default values, symbol declarations and unchanged programs are omitted.
 Bindings that nothing uses any more stay until `eliminate_dead`.
 """
 SHORT = {dtype: short for short, dtype in DTYPES.items()} | {
