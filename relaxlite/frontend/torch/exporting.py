@@ -12,6 +12,7 @@ import torch
 from torch.export import ExportedProgram
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError, RelaxliteError
+from relaxlite.frontend.common.bounds import Bounds
 from relaxlite.frontend.torch.functional import functionalize, recurrent_layers_kept
 from relaxlite.frontend.torch.program import DimNames, ProgramImporter
 from relaxlite.frontend.torch.survey import check_operators
@@ -29,13 +30,15 @@ def from_torch(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: DynamicShapes = None,
+    bounds: Bounds | None = None,
     strict: bool = False,
 ) -> IRModule:
     """Import a PyTorch model as an IRModule whose entry function is "main".
 
     model: an `nn.Module`, which `torch.export` exports with the example arguments `args` and `kwargs`; an
     `ExportedProgram`; or the path of a saved one (.pt2). dynamic_shapes, strict: as of `torch.export.export`; symbols
-    get the names of the user's `Dim`s.
+    get the names of the user's `Dim`s, else of input and axis, as `x_dim0`. bounds: narrower ranges of symbols,
+    `{"batch": "1..64"}`, checked when the model runs.
 
     Buffers and arguments that the model writes are state of the compiled model (`Executable.state`). Raises
     ImportModelError (UnsupportedOpsError lists all operators without a converter), InvalidArgumentError.
@@ -53,7 +56,7 @@ def from_torch(
     try:
         functional = functionalize(program)
         check_operators(functional.graph_module)
-        return ProgramImporter(functional, names).run()
+        return ProgramImporter(functional, names, bounds).run()
     except RelaxliteError:
         raise
     except Exception as error:

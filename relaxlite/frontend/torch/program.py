@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
 
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.common.bounds import Bounds
 from relaxlite.frontend.torch import signature
 from relaxlite.frontend.torch.dtypes import dtype_name, to_numpy
 from relaxlite.frontend.torch.importer import GraphImporter
@@ -41,8 +42,8 @@ _MUTATIONS = tuple(
 class ProgramImporter(GraphImporter):
     """Imports one functional program."""
 
-    def __init__(self, program: ExportedProgram, names: DimNames | None = None) -> None:
-        super().__init__(program.range_constraints)
+    def __init__(self, program: ExportedProgram, names: DimNames | None = None, bounds: Bounds | None = None) -> None:
+        super().__init__(program.range_constraints, bounds)
         self.program, self.names = program, names or {}
         self._params: list[Var] = []
         self._state: list[tuple[str, torch.Tensor, Var]] = []
@@ -52,6 +53,7 @@ class ProgramImporter(GraphImporter):
     def run(self) -> IRModule:
         """Import the program."""
         self._define_inputs()
+        self.symbols.check_bounds_used()
         with self.bb.body() as scope:
             for param, symbol, name in self._sizes:
                 self._bind_size(param, symbol, name)
