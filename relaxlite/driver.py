@@ -19,7 +19,7 @@ from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, c
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.garbage import with_gc_disabled
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
-from relaxlite.ir.attributes import INPUT_NAMES, OUTPUT_NAMES
+from relaxlite.ir.attributes import CALL_STRUCTURE, INPUT_NAMES, OUTPUT_NAMES, STATE
 from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, Let
 from relaxlite.ir.module import IRModule
@@ -230,7 +230,10 @@ def signature_of(function: Function) -> Signature:
     symbol_names = _unique_names(s for ty in (*(p.ty for p in function.params), *types) for s in type_symbols(ty))
     inputs = tuple(_spec(str(name), p.ty, symbol_names) for name, p in zip(input_names, function.params, strict=True))
     outputs = tuple(_spec(str(name), ty, symbol_names) for name, ty in zip(output_names, types, strict=True))
-    return Signature(inputs, outputs, tuple(str(input_names[function.params.index(param)]) for param in donated))
+    donated_names = tuple(str(input_names[function.params.index(param)]) for param in donated)
+    structure, state = function.attrs.get(CALL_STRUCTURE, ""), function.attrs.get(STATE, ())
+    assert isinstance(structure, str) and isinstance(state, tuple)
+    return Signature(inputs, outputs, donated_names, structure, tuple(map(str, state)))
 
 
 def _unique_names(symbols: Iterable[SymVar]) -> dict[SymVar, str]:
