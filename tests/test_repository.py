@@ -35,17 +35,19 @@ LAYERS: dict[str, set[str]] = {
     "cpus": {"records"},
     "llvm_names": {"features"},
     "target": {"errors", "cpus", "features", "llvm_names", "records"},
+    "nesting": {"errors", "dtypes", "records"},
     "models": {"errors", "config", "records"},
     "ir": BASE,
-    "runtime": {"errors", "config", "dtypes", "features", "garbage", "records", "version"},
+    "runtime": {"errors", "config", "dtypes", "features", "garbage", "nesting", "records", "version"},
     "model_cache": {"errors", "config", "records", "version", "runtime"},
     "passes": BASE | {"ir"},
-    "frontend": BASE | {"ir", "garbage"},
+    "frontend": BASE | {"ir", "garbage", "nesting"},
     "codegen": BASE | {"ir", "runtime"},
     "validation": BASE | {"ir", "passes", "codegen", "runtime"},
     "library": BASE | {"ir", "passes", "runtime"},
     "driver": BASE | {"garbage", "ir", "passes", "codegen", "runtime", "validation", "library"},
-    "loading": BASE | {"model_cache", "runtime", "frontend", "driver", "passes"},
+    "torch": BASE | {"ir", "runtime", "frontend", "driver", "nesting"},
+    "loading": BASE | {"ir", "model_cache", "runtime", "frontend", "driver", "passes"},
     "revalidate": BASE | {"ir", "passes", "driver", "validation"},
     "machine": BASE | {"ir", "runtime", "driver"},
     "tuner": BASE | {"ir", "passes", "runtime", "driver"},
@@ -79,7 +81,9 @@ LATE_IMPORTS = {
     "relaxlite/llm/model.py": {"relaxlite.llm.templates"},  # Jinja2, and with it OpenSSL: 7 MB, for chats only
     "relaxlite/llm/tokenizer.py": {"tokenizers"},  # 5 MB, which giving and taking tokens does without
     # the compiler; OpenSSL by the cache's hashes: 4 MB, which opening a compiled file does without
-    "relaxlite/loading.py": {"relaxlite.driver", "relaxlite.frontend.onnx", "relaxlite.model_cache"},
+    "relaxlite/loading.py": {
+        *("relaxlite.driver", "relaxlite.frontend.onnx", "relaxlite.frontend.torch", "relaxlite.model_cache"),
+    },
     "relaxlite/runtime/jit.py": {"llvmlite.binding"},  # 67 MB, which running a saved model does without
     "relaxlite/runtime/module.py": {"relaxlite.runtime.profile"},  # with decimals and HTML, for profiles only
 }

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.export import ExportedProgram
+from torch.export import dynamic_shapes as shapes
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError, RelaxliteError
 from relaxlite.frontend.common.bounds import Bounds
@@ -126,8 +127,6 @@ def _dim_names(
     """Names that the user's `Dim`s give to axes of the program's inputs."""
     if not dynamic_shapes:
         return {}
-    import torch.export.dynamic_shapes as shapes
-
     user_inputs = iter([s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"])
     names: dict[tuple[str, int], str] = {}
 

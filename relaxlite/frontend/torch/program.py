@@ -28,7 +28,7 @@ from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple,
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import TensorType
-from relaxlite.runtime.structure import INITIAL_STATE
+from relaxlite.nesting import INITIAL_STATE
 
 DimNames = Mapping[tuple[str, int], str]  # (placeholder, axis) -> the name that the user gave
 _LARGE_STATE = 1 << 14  # bytes; a larger state of equal elements is filled in, not stored
