@@ -107,9 +107,7 @@ def _load(path: str | os.PathLike[str]) -> ExportedProgram:
     except RelaxliteError:
         raise
     except TypeError as error:
-        raise InvalidArgumentError(
-            f"a module, an ExportedProgram or the path of one is expected, got {path!r}"
-        ) from error
+        raise InvalidArgumentError(f"expected a module, an ExportedProgram or the path of one, got {path!r}") from error
     except Exception as error:
         raise ImportModelError(
             f"{path} cannot be read as an exported program of torch {torch.__version__} ({type(error).__name__}: "

@@ -154,7 +154,7 @@ class ProgramImporter(GraphImporter):
 
     def _initial_state(self) -> Function:
         with self.bb.body() as scope:
-            values = [self._initial_value(to_numpy(tensor), name) for name, tensor, _ in self._state]
+            values = [self._initial_value(to_numpy(tensor).copy(), name) for name, tensor, _ in self._state]
             leaves = tuple(self.bb.leaf(x) for x in values)
             self.bb.result(leaves[0] if len(leaves) == 1 else Tuple(leaves))
         names = tuple(name for name, _, _ in self._state)

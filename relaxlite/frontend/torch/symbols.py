@@ -116,12 +116,10 @@ class SymbolTable:
         if expr.is_Symbol and not self.knows(expr):
             return self.define(expr, name)
         missing = self.unknown(dim)
-        if missing:
-            self._solve(expr, missing, name)
-        return self.expr(expr)
+        return self._solve(expr, missing, name) if missing else self.expr(expr)
 
-    def _solve(self, expr: Any, missing: Sequence[Any], name: str) -> None:
-        """Define the symbol s of a dimension a * s + b, which no other dimension of an input gives."""
+    def _solve(self, expr: Any, missing: Sequence[Any], name: str) -> SymVar:
+        """Define the symbol s of a dimension a * s + b, which no other dimension of an input gives; return the size."""
         symbol = missing[0]
         factor, rest = expr.coeff(symbol), sympy.expand(expr - expr.coeff(symbol) * symbol)
         if len(missing) > 1 or not factor.is_Integer or factor <= 0 or not rest.is_Integer:
@@ -135,6 +133,7 @@ class SymbolTable:
         high = None if upper is None else factor * upper + rest
         size = self.fresh(name, lower=low, upper=high, divisor=factor if rest % factor == 0 else 1)
         self.define_as(symbol, floordiv(size - rest, factor))
+        return size
 
     # integers
 
