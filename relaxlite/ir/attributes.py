@@ -89,7 +89,7 @@ class Attribute:
 
 ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute(BATCH_INVARIANT, "module", _FLAG, "Results of a row are the same bits whatever rows are beside it."),
-    Attribute(CALL_STRUCTURE, "function", _TEXT, "Nesting of arguments and results, as JSON (runtime/structure.py)."),
+    Attribute(CALL_STRUCTURE, "function", _TEXT, "Nesting of arguments and results, as JSON (nesting.py)."),
     Attribute(COMPOSITE, "function", _FLAG, "A group of calls that fusion will merge into one tensor program."),
     Attribute(DONATED, "function", _INTS, "Parameters whose memory the function takes over."),
     Attribute(EXPORTED, "function", _FLAG, 'Callers of the compiled model may run it, as they run "main".'),

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
 
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.common.bounds import Bounds
 from relaxlite.frontend.torch import signature
 from relaxlite.frontend.torch.dtypes import dtype_name, to_numpy
 from relaxlite.frontend.torch.importer import GraphImporter
@@ -27,7 +28,7 @@ from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple,
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import TensorType
-from relaxlite.runtime.structure import INITIAL_STATE
+from relaxlite.nesting import INITIAL_STATE
 
 DimNames = Mapping[tuple[str, int], str]  # (placeholder, axis) -> the name that the user gave
 _LARGE_STATE = 1 << 14  # bytes; a larger state of equal elements is filled in, not stored
@@ -41,8 +42,8 @@ _MUTATIONS = tuple(
 class ProgramImporter(GraphImporter):
     """Imports one functional program."""
 
-    def __init__(self, program: ExportedProgram, names: DimNames | None = None) -> None:
-        super().__init__(program.range_constraints)
+    def __init__(self, program: ExportedProgram, names: DimNames | None = None, bounds: Bounds | None = None) -> None:
+        super().__init__(program.range_constraints, bounds)
         self.program, self.names = program, names or {}
         self._params: list[Var] = []
         self._state: list[tuple[str, torch.Tensor, Var]] = []
@@ -52,6 +53,7 @@ class ProgramImporter(GraphImporter):
     def run(self) -> IRModule:
         """Import the program."""
         self._define_inputs()
+        self.symbols.check_bounds_used()
         with self.bb.body() as scope:
             for param, symbol, name in self._sizes:
                 self._bind_size(param, symbol, name)
@@ -152,7 +154,7 @@ class ProgramImporter(GraphImporter):
 
     def _initial_state(self) -> Function:
         with self.bb.body() as scope:
-            values = [self._initial_value(to_numpy(tensor), name) for name, tensor, _ in self._state]
+            values = [self._initial_value(to_numpy(tensor).copy(), name) for name, tensor, _ in self._state]
             leaves = tuple(self.bb.leaf(x) for x in values)
             self.bb.result(leaves[0] if len(leaves) == 1 else Tuple(leaves))
         names = tuple(name for name, _, _ in self._state)

@@ -17,7 +17,8 @@ import numpy as np
 import sympy
 import torch
 
-from relaxlite.errors import ImportModelError
+from relaxlite.errors import ImportModelError, InvalidArgumentError
+from relaxlite.frontend.common.bounds import Bounds, listed, parse_range
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Expr
@@ -40,8 +41,10 @@ def sympy_of(value: Any) -> Any:
 class SymbolTable:
     """The symbols of one program: sympy symbol -> symbolic integer."""
 
-    def __init__(self, ranges: Mapping[Any, Any], bb: BlockBuilder) -> None:
+    def __init__(self, ranges: Mapping[Any, Any], bb: BlockBuilder, bounds: Bounds | None = None) -> None:
+        """ranges: torch's, by its symbols. bounds: the user's, by names."""
         self._ranges, self._bb = ranges, bb
+        self._bounds = {name: parse_range(name, value) for name, value in (bounds or {}).items()}
         self._values: dict[Any, SymExpr] = {}
         self._floats: dict[Any, Expr] = {}
         self._names: dict[str, int] = {}
@@ -58,7 +61,10 @@ class SymbolTable:
 
     def define(self, symbol: Any, name: str) -> SymVar:
         """Define a symbol of torch by a new symbol with torch's range."""
-        lower, upper = self._bounds(symbol)
+        lower, upper = self._range(symbol)
+        if name in self._bounds:
+            low, high = self._bounds[name]
+            lower, upper = max(lower or 0, low), high if upper is None else upper if high is None else min(upper, high)
         self._values[symbol] = variable = self.fresh(name, lower=lower, upper=upper)
         return variable
 
@@ -77,6 +83,13 @@ class SymbolTable:
         yield
         self._values, self._floats = values, floats
 
+    def check_bounds_used(self) -> None:
+        """Raise InvalidArgumentError if a name among the user's bounds is no symbol of the program."""
+        names = [value.name for value in self._values.values() if isinstance(value, SymVar)]
+        for name in self._bounds:
+            if name not in names:
+                raise InvalidArgumentError(f"bounds: the model has no symbol '{name}'; it has {listed(names)}")
+
     def knows(self, symbol: Any) -> bool:
         """Whether a symbol is defined."""
         return symbol in self._values or symbol in self._floats
@@ -87,7 +100,7 @@ class SymbolTable:
             return []
         return sorted((s for s in sympy_of(value).free_symbols if not self.knows(s)), key=str)
 
-    def _bounds(self, expr: Any) -> tuple[int | None, int | None]:
+    def _range(self, expr: Any) -> tuple[int | None, int | None]:
         values = self._ranges.get(expr)
         if values is None:
             return 0, None
@@ -103,12 +116,10 @@ class SymbolTable:
         if expr.is_Symbol and not self.knows(expr):
             return self.define(expr, name)
         missing = self.unknown(dim)
-        if missing:
-            self._solve(expr, missing, name)
-        return self.expr(expr)
+        return self._solve(expr, missing, name) if missing else self.expr(expr)
 
-    def _solve(self, expr: Any, missing: Sequence[Any], name: str) -> None:
-        """Define the symbol s of a dimension a * s + b, which no other dimension of an input gives."""
+    def _solve(self, expr: Any, missing: Sequence[Any], name: str) -> SymVar:
+        """Define the symbol s of a dimension a * s + b, which no other dimension of an input gives; return the size."""
         symbol = missing[0]
         factor, rest = expr.coeff(symbol), sympy.expand(expr - expr.coeff(symbol) * symbol)
         if len(missing) > 1 or not factor.is_Integer or factor <= 0 or not rest.is_Integer:
@@ -116,12 +127,13 @@ class SymbolTable:
                 f"the size {expr} of '{name}' does not determine {', '.join(map(str, missing))}; hint: name the "
                 "dimensions by torch.export.Dim and give each to one input as it is"
             )
-        lower, upper = self._bounds(symbol)
+        lower, upper = self._range(symbol)
         factor, rest = int(factor), int(rest)
         low = None if lower is None else factor * lower + rest
         high = None if upper is None else factor * upper + rest
         size = self.fresh(name, lower=low, upper=high, divisor=factor if rest % factor == 0 else 1)
         self.define_as(symbol, floordiv(size - rest, factor))
+        return size
 
     # integers
 
