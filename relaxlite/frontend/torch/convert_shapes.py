@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from relaxlite.frontend.common.slices import resolve_slice
 from relaxlite.frontend.torch.complex_parts import over_parts
 from relaxlite.frontend.torch.node import Complex, Node
 from relaxlite.frontend.torch.registry import torch_op
@@ -111,9 +112,15 @@ def stack(n: Node, tensors: list[Expr], dim: int = 0) -> Expr:
 @torch_op("aten.slice", "aten.slice_copy", complex=True)
 @over_parts
 def slice_(n: Node, self: Expr, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Expr:
-    axis, length = n.axis(self, dim), n.shape()[n.axis(self, dim)]
-    begin = n.slice_begin(n.shape_of(self)[axis], 0 if start is None else start)
-    if step == 1 and n.proves_equal(length, n.shape_of(self)[axis]):
+    axis = n.axis(self, dim)
+    extent, described = n.shape_of(self)[axis], n.result().shape[axis]
+    if n.symbols.unknown(described):  # ends that depend on data
+        stop = extent if end is None else n.int(end)
+        part = resolve_slice(extent, n.int(0 if start is None else start), stop, int(step))
+        begin, length = part.begin, part.size
+    else:
+        begin, length = n.slice_begin(extent, 0 if start is None else start), n.symbols.dim(described)
+    if step == 1 and n.proves_equal(length, extent):
         return self
     return n.emit(ops.slice(self, (begin,), (length,), axes=(axis,), steps=(int(step),)))
 
