@@ -182,9 +182,17 @@ def select(n: Node, self: Expr, dim: int, index: Any) -> Expr:
     return n.emit(ops.squeeze(row, axes=(axis,)))
 
 
-@torch_op("aten.sym_size", "aten.sym_numel", "aten.sym_stride", "aten.sym_storage_offset")
+@torch_op("aten.sym_size", "aten.sym_numel", "aten.sym_stride")
 def sym_size(n: Node, self: Any, dim: int | None = None) -> Any:
     return n.fx_node.meta["val"]
+
+
+@torch_op("aten.sym_storage_offset", complex=True)
+def sym_storage_offset(n: Node, self: Any) -> Any:
+    described = n.fx_node.meta["val"]
+    for symbol in n.symbols.unknown(described):  # each tensor of relaxlite begins where its memory does
+        n.symbols.define_as(symbol, sym(0))
+    return described
 
 
 @torch_op("aten._assert_tensor_metadata", complex=True)
