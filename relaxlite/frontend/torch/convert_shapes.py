@@ -147,7 +147,8 @@ def split(
     dim: int = 0,
 ) -> list[Expr]:
     """Split; torch has derived the sizes of the parts."""
-    axis, begin, parts = n.axis(self, dim), sym(0), []
+    axis, begin = n.axis(self, dim), sym(0)
+    parts: list[Expr] = []
     for k in range(len(n.fx_node.meta["val"])):
         size = n.shape(k)[axis]
         parts.append(n.emit(ops.slice(self, (begin,), (size,), axes=(axis,))))

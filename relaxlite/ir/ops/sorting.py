@@ -287,7 +287,7 @@ class SearchSorted(Op):
             point = Scalar(x[i])
 
             def halve(middle: SymVar) -> Stmt:
-                value = Scalar(rows[(*i[:-1], middle)])
+                value = Scalar(Load(rows, (*i[:-1], middle)))
                 goes_right = ~(value > point) if right else ~(value >= point)
                 store_low = Store(bounds, syms((0,)), (index(middle) + 1).value)
                 return IfThenElse(goes_right.value, store_low, Store(bounds, syms((1,)), index(middle).value))
