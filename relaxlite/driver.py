@@ -71,6 +71,7 @@ def compile(
     tuning: str | os.PathLike[str] | Tuning | None = None,
     validate: Validate = False,
     libraries: Sequence[str] | str | None = None,
+    updatable: bool = False,
 ) -> Executable:
     """Compile the function "main" of a module for a target, by default the host's processor.
 
