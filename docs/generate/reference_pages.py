@@ -11,7 +11,7 @@ from pathlib import Path
 
 import relaxlite
 from docs.generate.page_text import cell, cell_of, first_paragraph, table
-from relaxlite import config, errors, llm
+from relaxlite import config, cpus, errors, llm, target
 from relaxlite.cli.parser import COMMANDS, make_parser
 from relaxlite.ir import ops
 
@@ -140,6 +140,38 @@ def _also(error: type[BaseException]) -> str:
     builtin = [base.__name__ for base in error.__bases__ if base.__module__ == "builtins" and base is not Exception]
     return ", ".join(f"`{name}`" for name in builtin)
 
+
+def render_targets() -> str:
+    """The text of docs/reference/targets.md."""
+    rows = [
+        [cell(row.name), ", ".join(f"`{name}`" for name in row.llvm_names), str(row.vector_bits or "any")]
+        for row in cpus.MICROARCHITECTURES
+    ]
+    return "\n".join(
+        [
+            f"# Targets\n\n{MADE} `relaxlite/target.py` and `relaxlite/cpus.py`.\n",
+            f"A target is one line of text:\n\n```text\n{target._SYNTAX}\n```\n",
+            inspect.cleandoc(_OPTIONS_OF_TARGETS),
+            "\n## Processors\n",
+            "Schedules ask for facts about a processor. A target has the first row that matches LLVM's name of its CPU and the",
+            "width of its vectors: [how to add one](../howto-add/processor.md).\n",
+            table(["row", "LLVM's names", "bits of a vector"], rows),
+            "",
+        ]
+    )
+
+
+_OPTIONS_OF_TARGETS = """
+    | option | meaning | default |
+    | --- | --- | --- |
+    | `-mcpu` | LLVM's name of the processor; `x86-64-v2`, `-v3`, `-v4` are levels that many processors have | this processor |
+    | `-mattr` | features to add or take away | those of the processor |
+    | `-mtriple` | architecture, system and ABI | those of this process |
+    | `-l1-bytes`, `-l2-bytes`, `-l3-bytes` | caches, which sizes of tiles depend on | 32 KB, 512 KB, 32 MB; with `llvm` alone this machine's |
+    | `-cores` | a hint for schedules | unknown |
+
+    `llvm` alone is this machine. A file runs on every processor that has the features of its target; others refuse the file.
+"""
 
 _KNOBS_IN_PYTHON = """
     from relaxlite import config
