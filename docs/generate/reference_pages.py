@@ -153,8 +153,8 @@ def render_targets() -> str:
             f"A target is one line of text:\n\n```text\n{target._SYNTAX}\n```\n",
             inspect.cleandoc(_OPTIONS_OF_TARGETS),
             "\n## Processors\n",
-            "Schedules ask for facts about a processor. A target has the first row that matches LLVM's name of its CPU and the",
-            "width of its vectors: [how to add one](../howto-add/processor.md).\n",
+            "Schedules ask for facts about a processor. A target has the first row that matches LLVM's name of",
+            "its CPU and the width of its vectors: [how to add one](../howto-add/processor.md).\n",
             table(["row", "LLVM's names", "bits of a vector"], rows),
             "",
         ]
@@ -164,13 +164,14 @@ def render_targets() -> str:
 _OPTIONS_OF_TARGETS = """
     | option | meaning | default |
     | --- | --- | --- |
-    | `-mcpu` | LLVM's name of the processor; `x86-64-v2`, `-v3`, `-v4` are levels that many processors have | this processor |
+    | `-mcpu` | LLVM's name of the processor; `x86-64-v2`, `x86-64-v3`, `x86-64-v4` are levels | this one |
     | `-mattr` | features to add or take away | those of the processor |
     | `-mtriple` | architecture, system and ABI | those of this process |
-    | `-l1-bytes`, `-l2-bytes`, `-l3-bytes` | caches, which sizes of tiles depend on | 32 KB, 512 KB, 32 MB; with `llvm` alone this machine's |
+    | `-l1-bytes`, `-l2-bytes`, `-l3-bytes` | caches, for tile sizes | 32 KB, 512 KB, 32 MB |
     | `-cores` | a hint for schedules | unknown |
 
-    `llvm` alone is this machine. A file runs on every processor that has the features of its target; others refuse the file.
+    `llvm` alone is this machine, caches included. A file runs on every processor that has the features of its target;
+    others refuse the file.
 """
 
 _KNOBS_IN_PYTHON = """
