@@ -7,13 +7,11 @@ from typing import Any
 import torch
 
 from relaxlite.frontend.torch.complex_parts import over_parts
-from relaxlite.frontend.torch.dtypes import dtype_name
 from relaxlite.frontend.torch.node import Complex, Node
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.symbolic import as_int, sym
-from relaxlite.ir.symbolic import sym
 
 
 @torch_op(
@@ -142,7 +140,8 @@ def split(
     dim: int = 0,
 ) -> list[Expr]:
     """Split; torch has derived the sizes of the parts."""
-    axis, begin, parts = n.axis(self, dim), sym(0), []
+    axis, begin = n.axis(self, dim), sym(0)
+    parts: list[Expr] = []
     for k in range(len(n.fx_node.meta["val"])):
         size = n.shape(k)[axis]
         parts.append(n.emit(ops.slice(self, (begin,), (size,), axes=(axis,))))
