@@ -198,7 +198,7 @@ def unsafe_masked_index_put_accumulate(
         last = n.operand(dims[k] - 1, "int64")
         low = at if at is None else n.emit(ops.maximum(n.cast(at, "int64"), Constant.of(0, "int64")))
         bounded.append(low if low is None else n.emit(ops.minimum(low, last)))
-    return index_put.__wrapped__(n, self, bounded, kept, True)  # type: ignore[attr-defined,no-any-return]
+    return index_put.__wrapped__(n, self, bounded, kept, True)  # type: ignore[attr-defined]
 
 
 @torch_op("aten.select_scatter", complex=True)
