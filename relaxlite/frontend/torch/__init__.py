@@ -18,14 +18,17 @@ except ImportError as _error:
     raise ImportModelError('PyTorch is not installed; install it by pip install "relaxlite[torch]"') from _error
 
 from relaxlite.frontend.torch import (  # noqa: F401  (each registers its converters)
+    convert_bags,
     convert_control,
     convert_creation,
+    convert_data_dependent,
     convert_elementwise,
     convert_indexing,
     convert_linalg,
     convert_moves,
     convert_scatter,
     convert_shapes,
+    convert_sorting,
 )
 from relaxlite.frontend.torch.exporting import from_torch
 from relaxlite.frontend.torch.registry import mark_builtin_converters, torch_op
