@@ -21,7 +21,9 @@ from relaxlite.frontend.torch import (  # noqa: F401  (each registers its conver
     convert_control,
     convert_elementwise,
     convert_linalg,
+    convert_reductions,
     convert_shapes,
+    convert_special,
 )
 from relaxlite.frontend.torch.exporting import from_torch
 from relaxlite.frontend.torch.registry import mark_builtin_converters, torch_op
