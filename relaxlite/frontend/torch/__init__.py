@@ -26,9 +26,11 @@ from relaxlite.frontend.torch import (  # noqa: F401  (each registers its conver
     convert_indexing,
     convert_linalg,
     convert_moves,
+    convert_reductions,
     convert_scatter,
     convert_shapes,
     convert_sorting,
+    convert_special,
 )
 from relaxlite.frontend.torch.exporting import from_torch
 from relaxlite.frontend.torch.registry import mark_builtin_converters, torch_op
