@@ -19,6 +19,11 @@ from tests.support.paths import ROOT
 README = (ROOT / "README.md").read_text("utf-8")
 SOURCES = sorted((ROOT / "relaxlite").rglob("*.py"))
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+FILES = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("relaxlite", "tests", "bench", "examples", "docs")
+    for path in (ROOT / folder).rglob("*.*")
+]
 GENERATED = {ROOT / "docs" / page for page in PAGES}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = "\n".join(path.read_text("utf-8") for path in DOCUMENTS)
@@ -139,6 +144,14 @@ def test_paragraphs_are_short(document: Path) -> None:
 def test_paths_in_documents_exist() -> None:
     for path in re.findall(r"`((?:relaxlite|docs|examples|tests|bench)/[\w/.-]+)`", TEXTS):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("document", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_in_documents_exist(document: Path) -> None:
+    """By the end of their paths: `kv_cache.py`, `runtime/kv_cache.py`."""
+    text = document.read_text("utf-8")
+    for name in re.findall(r"`([\w/]+\.py)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        assert any(f"/{path}".endswith(f"/{name}") for path in FILES), name
 
 
 def test_documents_named_in_code_exist() -> None:

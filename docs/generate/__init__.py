@@ -13,4 +13,5 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/errors.md": reference_pages.render_errors,
     "reference/knobs.md": reference_pages.render_knobs,
     "reference/python.md": reference_pages.render_python,
+    "reference/targets.md": reference_pages.render_targets,
 }

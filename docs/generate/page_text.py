@@ -13,8 +13,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def first_paragraph(documented: object) -> str:
-    """The first paragraph of a docstring on one line, as a cell of a table."""
-    return cell(inspect.cleandoc(documented.__doc__ or "").partition("\n\n")[0])
+    """The first paragraph of an object's docstring, as a cell of a table."""
+    return cell_of(documented.__doc__ or "")
+
+
+def cell_of(docstring: str) -> str:
+    """The first paragraph of a docstring, as a cell of a table."""
+    return cell(inspect.cleandoc(docstring).partition("\n\n")[0])
 
 
 def cell(text: str) -> str:

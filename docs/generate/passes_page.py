@@ -55,8 +55,8 @@ def _stages() -> dict[str, str]:
 
 
 def _overview() -> str:
-    rows = [[f"[`{s.name}`](#{s.name})", "may round" if s.rounds else "", cell(s.doc)] for s in PASSES.values()]
-    return table(["pass", "", "purpose"], rows)
+    rows = [[f"[`{s.name}`](#{s.name})", cell(s.doc) + (" May round." if s.rounds else "")] for s in PASSES.values()]
+    return table(["pass", "purpose"], rows)
 
 
 def _section(step: Pass) -> list[str]:

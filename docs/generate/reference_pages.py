@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import ast
+import importlib.util
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import relaxlite
-from docs.generate.page_text import cell, first_paragraph, table
-from relaxlite import config, errors, llm
+from docs.generate.page_text import cell, cell_of, first_paragraph, table
+from relaxlite import config, cpus, errors, llm, target
 from relaxlite.cli.parser import COMMANDS, make_parser
+from relaxlite.ir import ops
 
 MADE = "Made by `python -m docs.generate` from"
 
@@ -53,12 +56,12 @@ def _usage(action: argparse.Action) -> str:
 
 def render_python() -> str:
     """The text of docs/reference/python.md."""
-    names = [name for name in relaxlite.__all__ if not name.startswith("__")]
     parts = [
         f"# Python\n\n{MADE} docstrings. `help(rl.compile)` says more.\n",
-        _names("rl", names, relaxlite),
+        _names("rl", relaxlite._HOME),
+        f"| `rl.ops` | {first_paragraph(ops)} |",
         "\n## rl.llm\n",
-        _names("rl.llm", sorted(llm.__all__), llm),
+        _names("rl.llm", llm._HOME),
     ]
     for title, documented in (
         ("Executable", relaxlite.Executable),
@@ -72,12 +75,22 @@ def render_python() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _names(prefix: str, names: list[str], owner: object) -> str:
-    rows = []
-    for name in names:
-        value = getattr(owner, name)
-        rows.append([f"`{prefix}.{name}`", first_paragraph(value)])
+def _names(prefix: str, homes: Mapping[str, str]) -> str:
+    """A row for each public name, from the module that defines the name."""
+    rows = [[f"`{prefix}.{name}`", cell_of(docstring(home, name))] for name, home in homes.items()]
     return table(["name", "summary"], rows)
+
+
+def docstring(home: str, name: str) -> str:
+    """The docstring of a function or class of a module or package, which is read, as PyTorch may be missing."""
+    spec = importlib.util.find_spec(home)
+    assert spec is not None and spec.origin is not None, home
+    folders = spec.submodule_search_locations
+    files = sorted(Path(folders[0]).rglob("*.py")) if folders else [Path(spec.origin)]
+    for node in (node for file in files for node in ast.parse(file.read_text("utf-8")).body):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return ast.get_docstring(node) or ""
+    raise AssertionError(f"{home} defines no {name}")
 
 
 def _members(owner: type) -> str:
@@ -127,6 +140,39 @@ def _also(error: type[BaseException]) -> str:
     builtin = [base.__name__ for base in error.__bases__ if base.__module__ == "builtins" and base is not Exception]
     return ", ".join(f"`{name}`" for name in builtin)
 
+
+def render_targets() -> str:
+    """The text of docs/reference/targets.md."""
+    rows = [
+        [cell(row.name), ", ".join(f"`{name}`" for name in row.llvm_names), str(row.vector_bits or "any")]
+        for row in cpus.MICROARCHITECTURES
+    ]
+    return "\n".join(
+        [
+            f"# Targets\n\n{MADE} `relaxlite/target.py` and `relaxlite/cpus.py`.\n",
+            f"A target is one line of text:\n\n```text\n{target._SYNTAX}\n```\n",
+            inspect.cleandoc(_OPTIONS_OF_TARGETS),
+            "\n## Processors\n",
+            "Schedules ask for facts about a processor. A target has the first row that matches LLVM's name of",
+            "its CPU and the width of its vectors: [how to add one](../howto-add/processor.md).\n",
+            table(["row", "LLVM's names", "bits of a vector"], rows),
+            "",
+        ]
+    )
+
+
+_OPTIONS_OF_TARGETS = """
+    | option | meaning | default |
+    | --- | --- | --- |
+    | `-mcpu` | LLVM's name of the processor; `x86-64-v2`, `x86-64-v3`, `x86-64-v4` are levels | this one |
+    | `-mattr` | features to add or take away | those of the processor |
+    | `-mtriple` | architecture, system and ABI | those of this process |
+    | `-l1-bytes`, `-l2-bytes`, `-l3-bytes` | caches, for tile sizes | 32 KB, 512 KB, 32 MB |
+    | `-cores` | a hint for schedules | unknown |
+
+    `llvm` alone is this machine, caches included. A file runs on every processor that has the features of its target;
+    others refuse the file.
+"""
 
 _KNOBS_IN_PYTHON = """
     from relaxlite import config

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -151,6 +152,18 @@ class Executable:
         executable = copy.copy(self)
         executable._bind_entry(self._name)
         return executable
+
+    def load_weights(self, weights: Mapping[str, Any] | str | os.PathLike[str]) -> None:
+        """Put other weights of the same shapes into the model, which was compiled with `updatable=True`.
+
+        weights: arrays or tensors by name, as a state_dict, or the path of a safetensors file. Kernels stay; the passes
+        run again, since they fold and pack weights. State starts anew. Executables that `fresh` and `entry` made keep
+        the old weights. Raises InvalidArgumentError with the names of what does not fit.
+        """
+        update = importlib.import_module("relaxlite.weights_update")  # the compiler, for this method only
+        name = self._name
+        self.__init__(update.with_weights(self.data, weights))  # type: ignore[misc]
+        self._bind_entry(name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the model to one file, for `relaxlite.load`. Raises ArtifactError."""

@@ -18,6 +18,7 @@ except ImportError as _error:
     raise ImportModelError('PyTorch is not installed; install it by pip install "relaxlite[torch]"') from _error
 
 from relaxlite.frontend.torch import (  # noqa: F401  (each registers its converters)
+    convert_attention,
     convert_bags,
     convert_control,
     convert_creation,
@@ -26,9 +27,15 @@ from relaxlite.frontend.torch import (  # noqa: F401  (each registers its conver
     convert_indexing,
     convert_linalg,
     convert_moves,
+    convert_nn,
+    convert_norm,
+    convert_reductions,
+    convert_resize,
+    convert_rnn,
     convert_scatter,
     convert_shapes,
     convert_sorting,
+    convert_special,
 )
 from relaxlite.frontend.torch.exporting import from_torch
 from relaxlite.frontend.torch.registry import mark_builtin_converters, torch_op

@@ -236,7 +236,7 @@ def bincount(n: Node, self: Expr, weights: Expr | None = None, minlength: Any = 
 def histc(n: Node, self: Expr, bins: int = 100, min: Any = 0, max: Any = 0) -> Expr:
     """Histogram of bins of equal width; torch finds a bin by one division, not by comparisons with its bounds."""
     x, dtype = flat(n, self), n.dtype()
-    low, high = _limits(n, x, min, max, 1)
+    low, high = _limits(n, x, min, max, widening=1)
     scaled = n.emit(ops.multiply(n.emit(ops.subtract(x, low)), n.operand(bins, dtype)))
     place = n.emit(ops.divide(scaled, n.emit(ops.subtract(high, low))))
     inside = _is_inside(n, x, low, high)
@@ -251,7 +251,7 @@ def histogram(
 ) -> tuple[Expr, Expr]:
     x, dtype = flat(n, self), n.dtype()
     if n.overload == "bin_ct":
-        low, high = _limits(n, x, *(range or (0, 0)), 0.5)
+        low, high = _limits(n, x, *(range or (0, 0)), widening=0.5)
         steps = n.emit(ops.arange(n.operand(0, dtype), n.operand(1, dtype), (bins + 1,)))
         step = n.emit(ops.divide(n.emit(ops.subtract(high, low)), n.operand(bins, dtype)))
         ahead = n.emit(ops.add(low, n.emit(ops.multiply(step, steps))))
@@ -273,7 +273,7 @@ def histogram(
     return counts, edges
 
 
-def _limits(n: Node, x: Expr, low: Any, high: Any, widening: float) -> tuple[Expr, Expr]:
+def _limits(n: Node, x: Expr, low: Any, high: Any, *, widening: float) -> tuple[Expr, Expr]:
     """Return the ends of a histogram: those of x where none are given, widened where they are equal."""
     dtype = n.dtype_of(x)
     if low != high:

@@ -14,7 +14,8 @@ from relaxlite import dtypes
 from relaxlite.frontend.torch.node import Node
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
-from relaxlite.ir.expr import Expr
+from relaxlite.ir.expr import Constant, Expr, Var
+from relaxlite.ir.ops.scalars import HALF
 
 # Functions of one operand: computed in the result's type, to which integers are promoted.
 _UNARY: dict[str, Callable[..., Any]] = {
@@ -24,7 +25,6 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "asinh": ops.asinh,
     "atan": ops.atan,
     "atanh": ops.atanh,
-    "bitwise_not": ops.bitwise_not,
     "cos": ops.cos,
     "cosh": ops.cosh,
     "erf": ops.erf,
@@ -57,6 +57,7 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "maximum": ops.maximum,
     "minimum": ops.minimum,
     "mul": ops.multiply,
+    "multiply": ops.multiply,
     "true_divide": ops.divide,
 }
 # Comparisons, in the type to which both operands are promoted.
@@ -68,6 +69,10 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
     "lt": ops.less,
     "ne": ops.not_equal,
 }
+# Other names of comparisons.
+_COMPARISON_NAMES = {
+    "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
+}  # fmt: skip
 _LOGICAL: dict[str, Callable[..., Any]] = {
     "logical_and": ops.logical_and,
     "logical_or": ops.logical_or,
@@ -80,8 +85,25 @@ def unary(n: Node, x: Expr, op: Callable[..., Any], **attrs: Any) -> Expr:
     return n.emit(op(n.cast(x, n.dtype()), **attrs))
 
 
+_ARITHMETIC = (ops.add, ops.subtract, ops.multiply, ops.divide, ops.floor_divide)
+# What stands for functions of numbers where the operands are booleans.
+_OF_BOOLEANS: dict[Callable[..., Any], Callable[..., Any]] = {
+    ops.maximum: ops.logical_or,
+    ops.minimum: ops.logical_and,
+    ops.multiply: ops.logical_and,
+}
+
+
 def binary(n: Node, a: Any, b: Any, op: Callable[..., Any], dtype: str) -> Expr:
-    """Apply an op with broadcasting to two operands in a dtype; the result is cast to torch's type."""
+    """Apply an op with broadcasting to two operands in a dtype; the result is cast to torch's type.
+
+    A number that is added to half-precision floats, or multiplies them, is not rounded to them: the op computes in
+    float32, as torch does.
+    """
+    if dtype in HALF and op in _ARITHMETIC and any(not isinstance(x, int | Var | Constant) for x in (a, b)):
+        dtype = "float32"
+    if dtype == "bool":
+        op = _OF_BOOLEANS.get(op, op)
     shape = n.shape()
     left, right = (n.fit(n.operand(x, dtype), shape) for x in (a, b))
     return n.cast(n.emit(op(left, right)), n.dtype())
@@ -89,7 +111,8 @@ def binary(n: Node, a: Any, b: Any, op: Callable[..., Any], dtype: str) -> Expr:
 
 def compare(n: Node, a: Any, b: Any, op: Callable[..., Any]) -> Expr:
     """Compare two operands in the type to which torch promotes both."""
-    return binary(n, a, b, op, n.result_type(*n.fx_node.args))
+    dtype = n.result_type(*n.fx_node.args)
+    return binary(n, a, b, op, "uint8" if dtype == "bool" else dtype)
 
 
 def _register_tables() -> None:
@@ -98,9 +121,10 @@ def _register_tables() -> None:
     for name, op in _ROUNDING.items():
         torch_op(f"aten.{name}")(lambda n, self, op=op: self if dtypes.is_integer(n.dtype()) else unary(n, self, op))
     for name, op in _BINARY.items():
-        torch_op(f"aten.{name}")(lambda n, self, other, op=op: binary(n, self, other, op, n.dtype()))
-    for name, op in _COMPARISONS.items():
-        torch_op(f"aten.{name}")(lambda n, self, other, op=op: compare(n, self, other, op))
+        aliases = (f"aten.__{name.removeprefix('bitwise_')}__",) if "bitwise" in name else ()
+        torch_op(f"aten.{name}", *aliases)(lambda n, self, other, op=op: binary(n, self, other, op, n.dtype()))
+    for name, key in {**{name: name for name in _COMPARISONS}, **_COMPARISON_NAMES}.items():
+        torch_op(f"aten.{name}")(lambda n, self, other, op=_COMPARISONS[key]: compare(n, self, other, op))
     for name, op in _LOGICAL.items():
         torch_op(f"aten.{name}")(lambda n, self, other, op=op: binary(n, self, other, op, "bool"))
 
@@ -108,30 +132,29 @@ def _register_tables() -> None:
 _register_tables()
 
 
-def scaled(n: Node, x: Any, factor: Any, dtype: str) -> Expr:
-    """Return factor * x as an operand; x itself for a factor of 1."""
-    x = n.operand(x, dtype)
-    return x if isinstance(factor, int | float) and factor == 1 else n.emit(ops.multiply(x, n.operand(factor, dtype)))
+def add_scaled(n: Node, self: Any, other: Any, alpha: Any, op: Callable[..., Any]) -> Expr:
+    """Emit self + alpha * other, or a difference; half-precision floats are rounded once."""
+    dtype = n.dtype()
+    if isinstance(alpha, int | float) and alpha == 1:
+        return binary(n, self, other, op, dtype)
+    wide = "float32" if dtype in HALF else dtype
+    factor = ops.logical_and if dtype == "bool" else ops.multiply
+    return binary(n, self, n.emit(factor(n.operand(other, wide), n.operand(alpha, wide))), op, wide)
 
 
 @torch_op("aten.add")
 def add(n: Node, self: Any, other: Any, alpha: Any = 1) -> Expr:
-    dtype = n.dtype()
-    if dtype == "bool":
-        return binary(n, self, other, ops.logical_or, "bool")
-    return binary(n, self, scaled(n, other, alpha, dtype), ops.add, dtype)
+    return add_scaled(n, self, other, alpha, ops.logical_or if n.dtype() == "bool" else ops.add)
 
 
 @torch_op("aten.sub", "aten.subtract")
 def sub(n: Node, self: Any, other: Any, alpha: Any = 1) -> Expr:
-    dtype = n.dtype()
-    return binary(n, self, scaled(n, other, alpha, dtype), ops.subtract, dtype)
+    return add_scaled(n, self, other, alpha, ops.subtract)
 
 
 @torch_op("aten.rsub")
 def rsub(n: Node, self: Any, other: Any, alpha: Any = 1) -> Expr:
-    dtype = n.dtype()
-    return binary(n, other, scaled(n, self, alpha, dtype), ops.subtract, dtype)
+    return add_scaled(n, other, self, alpha, ops.subtract)
 
 
 @torch_op("aten.div", "aten.divide")
@@ -161,15 +184,23 @@ def fmod(n: Node, self: Any, other: Any) -> Expr:
     return binary(n, self, other, ops.fmod, n.dtype())
 
 
+# Powers by constants that have functions of their own.
+_POWERS: dict[float, Callable[[Node, Expr], Any]] = {
+    2: lambda n, x: ops.multiply(x, x),
+    3: lambda n, x: ops.multiply(n.emit(ops.multiply(x, x)), x),
+    0.5: lambda n, x: ops.sqrt(x),
+    -0.5: lambda n, x: ops.rsqrt(x),
+    -1: lambda n, x: ops.reciprocal(x),
+}
+
+
 @torch_op("aten.pow", "aten.float_power")
 def power(n: Node, self: Any, exponent: Any) -> Expr:
     dtype = n.dtype()
-    if isinstance(exponent, int | float) and exponent == 2:
-        x = n.operand(self, dtype)
-        return n.emit(ops.multiply(x, x))
-    if isinstance(exponent, int | float) and exponent == 0.5 and dtypes.is_float(dtype):
-        return n.emit(ops.sqrt(n.operand(self, dtype)))
-    return binary(n, self, exponent, ops.power, dtype)
+    special = _POWERS.get(exponent) if isinstance(exponent, int | float) else None
+    if special is None or (exponent in (0.5, -0.5, -1) and not dtypes.is_float(dtype)):
+        return binary(n, self, exponent, ops.power, dtype)
+    return n.cast(n.emit(special(n, n.operand(self, "float32" if dtype in HALF else dtype))), dtype)
 
 
 def truncate(n: Node, x: Expr) -> Expr:
@@ -191,6 +222,22 @@ def absolute(n: Node, self: Expr) -> Expr:
 @torch_op("aten.logical_not")
 def logical_not(n: Node, self: Expr) -> Expr:
     return n.emit(ops.logical_not(n.cast(self, "bool")))
+
+
+@torch_op("aten.bitwise_not")
+def bitwise_not(n: Node, self: Expr) -> Expr:
+    return n.emit((ops.logical_not if n.dtype() == "bool" else ops.bitwise_not)(self))
+
+
+@torch_op("aten.bitwise_left_shift", "aten.bitwise_right_shift", "aten.__lshift__", "aten.__rshift__")
+def shift(n: Node, self: Any, other: Any) -> Expr:
+    """Shifts; of floats they are products with powers of two."""
+    left, dtype = "left" in n.target or "lshift" in n.target, n.dtype()
+    if not dtypes.is_float(dtype):
+        return binary(n, self, other, ops.left_shift if left else ops.right_shift, dtype)
+    count = n.operand(other, dtype)
+    factor = n.emit(ops.power(n.operand(2, dtype), count if left else n.emit(ops.neg(count))))
+    return binary(n, self, factor, ops.multiply, dtype)
 
 
 @torch_op("aten.where")

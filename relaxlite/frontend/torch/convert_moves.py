@@ -59,7 +59,7 @@ def repeat(n: Node, self: Expr, repeats: Sequence[Any] = (), dims: Sequence[Any]
     counts = list(n.ints(repeats or dims))
     sizes = n.shape_of(self)
     counts = [sym(1)] * (len(sizes) - len(counts)) + counts
-    x = n.reshape(self, ((1,) * (len(counts) - len(sizes))) + sizes)
+    x: Expr = n.reshape(self, ((1,) * (len(counts) - len(sizes))) + sizes)
     if all(as_int(c) == 1 for c in counts):
         return x
     return n.emit(ops.tile(x, tuple(counts)))
@@ -71,8 +71,8 @@ def repeat_interleave(n: Node, self: Expr, repeats: Any, dim: int | None = None,
     x = flat(n, self) if dim is None else as_vector(n, self)
     axis, count = 0 if dim is None else n.axis(x, dim), n.int(repeats)
     sizes = n.shape_of(x)
-    rows = n.emit(ops.expand_dims(x, axes=(axis + 1,)))
-    spread = n.broadcast(rows, (*sizes[: axis + 1], count, *sizes[axis + 1 :]))
+    spread: Expr = n.emit(ops.expand_dims(x, axes=(axis + 1,)))
+    spread = n.broadcast(spread, (*sizes[: axis + 1], count, *sizes[axis + 1 :]))
     return n.reshape(spread, (*sizes[:axis], sizes[axis] * count, *sizes[axis + 1 :]))
 
 

@@ -209,3 +209,9 @@ def assert_scalar(n: Node, self: Any, assert_msg: str = "an assertion of the mod
 @torch_op("aten.sym_constrain_range", "aten.sym_constrain_range_for_size")
 def sym_constrain_range(n: Node, size: Any, min: int | None = None, max: int | None = None) -> None:
     return None  # torch's ranges are those of the symbols
+
+
+@torch_op("aten.copy")
+def copy(n: Node, self: Expr, src: Expr) -> Expr:
+    """The contents of `src` in shape and type of `self`."""
+    return n.broadcast(n.cast(src, n.dtype()), n.shape())

@@ -23,7 +23,17 @@ from relaxlite.frontend.torch.importer import GraphImporter
 from relaxlite.frontend.torch.node import Complex
 from relaxlite.frontend.torch.symbols import sympy_of
 from relaxlite.ir import ops
-from relaxlite.ir.attributes import CALL_STRUCTURE, DONATED, EXPORTED, INPUT_NAMES, OUTPUT_NAMES, STATE
+from relaxlite.ir.attributes import (
+    CALL_STRUCTURE,
+    DONATED,
+    EXPORTED,
+    INPUT_NAMES,
+    OUTPUT_NAMES,
+    STATE,
+    TIED,
+    UNUSED,
+    WEIGHTS,
+)
 from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.symbolic import SymExpr, sym
@@ -76,7 +86,7 @@ class ProgramImporter(GraphImporter):
         functions = {"main": Function(params, self.bb.finish(scope), Attrs(attrs))}
         if self._state:
             functions[INITIAL_STATE] = self._initial_state()
-        return IRModule(functions, Attrs({"producer": f"torch {torch.__version__}"}))
+        return IRModule(functions, Attrs({"producer": f"torch {torch.__version__}", **self._weight_names()}))
 
     # inputs
 
@@ -164,6 +174,21 @@ class ProgramImporter(GraphImporter):
         if array.nbytes >= _LARGE_STATE and (array == array.flat[0]).all():
             return ops.full(array.shape, Constant.of(array.reshape(-1)[0]))
         return Constant.of(array, name=name)
+
+    def _weight_names(self) -> dict[str, AttrValue]:
+        """Attributes that name the weights, for `load_weights`: constants, other names of these, unused ones."""
+        names: dict[Constant, list[str]] = {}
+        for node, spec in zip(self._values[0], self.program.graph_signature.input_specs, strict=False):
+            value = self._values[0][node]
+            constant = value.parts if isinstance(value, Complex) else value
+            if isinstance(constant, Constant) and spec.target in self.program.state_dict:
+                names.setdefault(constant, []).append(str(spec.target))
+        used = {name for group in names.values() for name in group} | {name for name, _, _ in self._state}
+        return {
+            WEIGHTS: tuple(str(constant.name) for constant in names),
+            TIED: tuple((name, str(c.name)) for c, group in names.items() for name in group if name != c.name),
+            UNUSED: tuple([*(n for n in self.program.state_dict if n not in used), *(n for n, _, _ in self._state)]),
+        }
 
     # results
 

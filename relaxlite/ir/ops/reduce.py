@@ -458,3 +458,48 @@ class CumMin(_Scan):
 
     name = "cummin"
     combine = "min"
+
+
+@register
+class LogCumSumExp(_Scan):
+    """Logarithm of the cumulative sum of exp(x) along an axis, without overflow."""
+
+    name = "log_cumsum_exp"
+    attrs = {"axis": Attr("int")}
+    is_symbolic = False
+
+    def infer(self, x: Expr, *, axis: int) -> Type:  # type: ignore[override]
+        ty = self.tensor(x, "x")
+        check_dtype(self, ty, FLOAT)
+        normalize_axis(self, axis, ty.rank or 0)
+        return ty
+
+    def lower(self, x: Buffer, *, out: Buffer, axis: int) -> Stmt:  # type: ignore[override]
+        axis = normalize_axis(self, axis, len(x.shape))
+        total = Buffer.of("total", (1,), "float32" if x.dtype in HALF else x.dtype, "local")
+        zero = (sym(0),)
+
+        def row(*outer: SymExpr) -> Stmt:
+            def step(t: SymExpr) -> Stmt:
+                at = (*outer[:axis], t, *outer[axis:])
+                value = _log_add_exp(Scalar(total[0]), Scalar(x[at]).cast(total.dtype))
+                return seq(Store(total, zero, value.value), Store(out, at, Scalar(total[0]).cast(out.dtype).value))
+
+            start = literal(float("-inf"), total.dtype)
+            return Allocate(total, seq(Store(total, zero, start), loops("t", (x.shape[axis],), step)))
+
+        return loops("ijklmn", (*x.shape[:axis], *x.shape[axis + 1 :]), row)
+
+    def reference(self, x: Any, *, axis: int) -> Any:  # type: ignore[override]
+        with np.errstate(all="ignore"):
+            return np.logaddexp.accumulate(x.astype(np.float64), axis=axis).astype(x.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("n", 3),), {"axis": 0}, tolerance=1e-4)
+        yield Sample(((2, "n", 3),), {"axis": 1}, tolerance=1e-4)
+
+
+def _log_add_exp(a: Scalar, b: Scalar) -> Scalar:
+    """log(exp(a) + exp(b)) as max(a, b) + log(1 + exp(-|a - b|)); equal infinities stay as they are."""
+    same = a.unary("isinf") & a.equals(b)
+    return select(same, a, a.maximum(b) + (-(a - b).abs()).exp().log1p())

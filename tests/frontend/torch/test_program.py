@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
@@ -192,6 +193,46 @@ def test_tied_weights_are_one_constant() -> None:
 
     text = str(rl.from_torch(Tied(), (torch.tensor([1, 2]),)))
     assert text.count("constant((50, 8)") == 1
+
+
+# other weights
+
+
+def test_other_weights_go_into_a_compiled_model_without_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> Any:
+        return nn.Sequential(nn.Linear(36, 48), nn.ReLU(), nn.Linear(48, 4)).eval()
+
+    module, other = make(), make()
+    program = rl.from_torch(module, (torch.randn(2, 36),), dynamic_shapes=({0: Dim("n")},))
+    rl.compile(program, updatable=True).save(tmp_path / "m.rlx")
+    exe = rl.load(tmp_path / "m.rlx")
+    emitted: list[Any] = []
+    monkeypatch.setattr("llvmlite.binding.TargetMachine.emit_object", lambda *args: emitted.append(args))
+    exe.load_weights(other.state_dict())
+    for n in (1, 3):
+        check(other, exe, torch.randn(n, 36))
+    write_safetensors(tmp_path / "w.safetensors", {k: v.numpy() for k, v in module.state_dict().items()})
+    exe.load_weights(tmp_path / "w.safetensors")
+    check(module, exe, torch.randn(2, 36))
+    assert not emitted
+    bad = {**module.state_dict(), "2.bias": torch.zeros(3), "more": torch.zeros(1)}
+    del bad["0.weight"]
+    message = r"'0.weight' is missing; 'more' is unknown; '2.bias' is float32\[3\], the model has float32\[4\]"
+    with pytest.raises(InvalidArgumentError, match=message):
+        exe.load_weights(bad)
+    with pytest.raises(InvalidArgumentError, match="compile it with updatable=True"):
+        rl.compile(program).load_weights(bad)
+
+
+def write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    header, offset = {}, 0
+    for name, array in arrays.items():
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(a.tobytes() for a in arrays.values()))
 
 
 # control flow
