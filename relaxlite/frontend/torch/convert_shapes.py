@@ -30,8 +30,6 @@ def view(
     n: Node, self: Any, size: Any = None, shape: Any = None, dim: Any = None, start_dim: Any = None,
     end_dim: Any = None, sizes: Any = None, stride: Any = None, other: Any = None, dtype: Any = None,
 ) -> Any:  # fmt: skip
-    if n.overload == "dtype":
-        n.fail("view(dtype) reinterprets bits; this is not supported yet")
     if isinstance(self, Complex):
         return Complex(n.reshape(self.parts, (*n.shape(), sym(2))))
     return n.reshape(self, n.shape())
