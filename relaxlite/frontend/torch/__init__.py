@@ -20,6 +20,7 @@ except ImportError as _error:
 from relaxlite.frontend.torch import (  # noqa: F401  (each registers its converters)
     convert_attention,
     convert_bags,
+    convert_bits,
     convert_control,
     convert_creation,
     convert_data_dependent,

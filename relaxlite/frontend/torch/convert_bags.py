@@ -1,10 +1,10 @@
-"""Converter of embedding bags: sums, means and maxima of the embeddings of each bag of indices."""
+"""Converters of embedding bags, the sums, means and maxima of the embeddings of each bag, and of bounded norms."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from relaxlite.frontend.torch.convert_indexing import positions_along
+from relaxlite.frontend.torch.convert_indexing import flat, positions_along
 from relaxlite.frontend.torch.node import Node
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
@@ -71,3 +71,27 @@ def _combined(n: Node, rows: Expr, bag: Expr, bags: SymExpr, mode: int, dtype: s
     greatest = scattered(identity("max", dtype).value, rows, width, "max")
     is_filled = n.emit(ops.greater(count, n.operand(0, dtype)))
     return n.emit(ops.where(is_filled, greatest, n.operand(0, dtype)))
+
+
+@torch_op("aten.embedding_renorm")
+def embedding_renorm(n: Node, self: Expr, indices: Expr, max_norm: float, norm_type: float) -> Expr:
+    """Scale the rows at the indices to a norm of at most max_norm."""
+    dtype, (rows, _) = n.dtype(), n.shape_of(self)
+    at = flat(n, indices)
+    ones = n.full(n.shape_of(at), 1, "int32")
+    used = n.emit(ops.scatter_elements(n.full((rows,), 0, "int32"), at, ones, axis=0))
+    norm, limit = _row_norms(n, self, float(norm_type), dtype), n.operand(max_norm, dtype)
+    is_used = n.cast(n.emit(ops.expand_dims(used, axes=(1,))), "bool")
+    is_scaled = n.emit(ops.logical_and(is_used, n.emit(ops.greater(norm, limit))))
+    scale = n.emit(ops.divide(limit, n.emit(ops.add(norm, n.operand(1e-7, dtype)))))
+    return n.emit(ops.where(is_scaled, n.emit(ops.multiply(self, scale)), self))
+
+
+def _row_norms(n: Node, x: Expr, p: float, dtype: str) -> Expr:
+    if p == 2:
+        return n.emit(ops.l2_norm(x, axes=(1,), keepdims=True))
+    size = n.emit(ops.abs(x))
+    if p == float("inf"):
+        return n.emit(ops.max(size, axes=(1,), keepdims=True))
+    total = n.emit(ops.sum(n.emit(ops.power(size, n.operand(p, dtype))), axes=(1,), keepdims=True))
+    return n.emit(ops.power(total, n.operand(1 / p, dtype)))

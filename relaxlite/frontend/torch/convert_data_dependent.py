@@ -53,7 +53,7 @@ def nonzero_static(n: Node, self: Expr, size: Any = None, fill_value: int = -1) 
     last = n.operand(limit, "int64")
     kept = n.emit(ops.logical_and(flags, n.emit(ops.less_equal(number, last))))
     row = n.emit(ops.where(kept, n.emit(ops.subtract(number, Constant.of(1, "int64"))), last))
-    place, columns = positions_along(n, product(dims)), []
+    place, columns = positions_along(n, product(dims)), list[Expr]()
     for size_ in reversed(dims):
         extent = n.emit(ops.maximum(n.operand(size_, "int64"), Constant.of(1, "int64")))
         columns.insert(0, n.emit(ops.floormod(place, extent)))
@@ -66,7 +66,8 @@ def nonzero_static(n: Node, self: Expr, size: Any = None, fill_value: int = -1) 
 
 @torch_op("aten.masked_select")
 def masked_select(n: Node, self: Expr, mask: Expr) -> Expr:
-    return _kept(n, *(flat(n, x) for x in _broadcast_pair(n, self, n.cast(mask, "bool"))))
+    x, flags = _broadcast_pair(n, self, n.cast(mask, "bool"))
+    return _kept(n, flat(n, x), flat(n, flags))
 
 
 def _broadcast_pair(n: Node, x: Expr, mask: Expr) -> list[Expr]:
@@ -111,7 +112,12 @@ def unique_consecutive(
     x = as_vector(n, self)
     axis = n.axis(x, dim)
     begins, group, counts = _groups(n, _is_new_row(n, _rows(n, x, axis)))
-    return _requested(n, n.emit(ops.gather(x, begins, axis=axis)), group, counts, return_inverse, return_counts)
+    values = n.emit(ops.gather(x, begins, axis=axis))
+    if n.result().dim() != n.rank(x):  # torch 2.13 derives a wrong shape for a negative dimension
+        for symbol in n.symbols.unknown(n.result().shape[n.rank(x) - 1]):
+            n.symbols.define_as(symbol, n.shape_of(begins)[0])
+        n.fx_node.meta["val"] = (None, *n.fx_node.meta["val"][1:])
+    return _requested(n, values, group, counts, return_inverse, return_counts)
 
 
 @torch_op("aten.unique_dim")
@@ -230,7 +236,7 @@ def bincount(n: Node, self: Expr, weights: Expr | None = None, minlength: Any = 
 def histc(n: Node, self: Expr, bins: int = 100, min: Any = 0, max: Any = 0) -> Expr:
     """Histogram of bins of equal width; torch finds a bin by one division, not by comparisons with its bounds."""
     x, dtype = flat(n, self), n.dtype()
-    low, high = _limits(n, x, min, max)
+    low, high = _limits(n, x, min, max, widening=1)
     scaled = n.emit(ops.multiply(n.emit(ops.subtract(x, low)), n.operand(bins, dtype)))
     place = n.emit(ops.divide(scaled, n.emit(ops.subtract(high, low))))
     inside = _is_inside(n, x, low, high)
@@ -245,7 +251,7 @@ def histogram(
 ) -> tuple[Expr, Expr]:
     x, dtype = flat(n, self), n.dtype()
     if n.overload == "bin_ct":
-        low, high = _limits(n, x, *(range or (0, 0)))
+        low, high = _limits(n, x, *(range or (0, 0)), widening=0.5)
         steps = n.emit(ops.arange(n.operand(0, dtype), n.operand(1, dtype), (bins + 1,)))
         step = n.emit(ops.divide(n.emit(ops.subtract(high, low)), n.operand(bins, dtype)))
         ahead = n.emit(ops.add(low, n.emit(ops.multiply(step, steps))))
@@ -267,8 +273,8 @@ def histogram(
     return counts, edges
 
 
-def _limits(n: Node, x: Expr, low: Any, high: Any) -> tuple[Expr, Expr]:
-    """Return the ends of a histogram: those of x where none are given, apart where they are equal."""
+def _limits(n: Node, x: Expr, low: Any, high: Any, *, widening: float) -> tuple[Expr, Expr]:
+    """Return the ends of a histogram: those of x where none are given, widened where they are equal."""
     dtype = n.dtype_of(x)
     if low != high:
         return n.operand(low, dtype), n.operand(high, dtype)
@@ -277,7 +283,7 @@ def _limits(n: Node, x: Expr, low: Any, high: Any) -> tuple[Expr, Expr]:
         first = last = n.operand(low, dtype)
     else:
         first, last = n.emit(ops.min(x)), n.emit(ops.max(x))
-    half = n.emit(ops.where(n.emit(ops.equal(first, last)), n.operand(1, dtype), n.operand(0, dtype)))
+    half = n.emit(ops.where(n.emit(ops.equal(first, last)), n.operand(widening, dtype), n.operand(0, dtype)))
     return n.emit(ops.subtract(first, half)), n.emit(ops.add(last, half))
 
 

@@ -214,7 +214,8 @@ def _memory_order(n: Node) -> list[int]:
         order.sort(key=lambda k: -known[k])  # type: ignore[operator]
     sizes = tuple(n.symbols.dim(described.shape[k]) for k in order)
     strides = tuple(n.symbols.dim(described.stride()[k]) for k in order)
-    if not _are_dense(sizes, strides) or as_int(n.symbols.dim(described.storage_offset())) != 0:
+    offset = described.storage_offset()
+    if not _are_dense(sizes, strides) or not isinstance(offset, int) or offset != 0:
         n.fail("strides of a tensor that is a view into a larger one are not supported; hint: call clone() before")
     return order
 

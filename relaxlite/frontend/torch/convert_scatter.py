@@ -69,7 +69,7 @@ def _filled(n: Node, x: Expr, indices: Sequence[Expr | None], values: Expr) -> E
     if any(as_int(d) != 1 for d in sizes[: max(len(sizes) - (len(dims) - rank), 0)]):
         return None
     values = _without_leading_ones(n, values, len(dims) - rank)
-    mask = unify_dims(n.bb, n.cast(indices[0], "bool"), dict(enumerate(dims)))
+    mask = unify_dims(n.bb, n.cast(indices[0], "bool"), dict(enumerate(dims[:rank])))
     mask = n.reshape(mask, (*dims[:rank], *(1,) * (len(dims) - rank)))
     return n.emit(ops.where(mask, n.fit(values, dims), x))
 

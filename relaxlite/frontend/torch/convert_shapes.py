@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from relaxlite.frontend.common.slices import resolve_slice
 from relaxlite.frontend.torch.complex_parts import over_parts
 from relaxlite.frontend.torch.node import Complex, Node
 from relaxlite.frontend.torch.registry import torch_op
@@ -29,8 +30,6 @@ def view(
     n: Node, self: Any, size: Any = None, shape: Any = None, dim: Any = None, start_dim: Any = None,
     end_dim: Any = None, sizes: Any = None, stride: Any = None, other: Any = None, dtype: Any = None,
 ) -> Any:  # fmt: skip
-    if n.overload == "dtype":
-        n.fail("view(dtype) reinterprets bits; this is not supported yet")
     if isinstance(self, Complex):
         return Complex(n.reshape(self.parts, (*n.shape(), sym(2))))
     return n.reshape(self, n.shape())
@@ -111,9 +110,15 @@ def stack(n: Node, tensors: list[Expr], dim: int = 0) -> Expr:
 @torch_op("aten.slice", "aten.slice_copy", complex=True)
 @over_parts
 def slice_(n: Node, self: Expr, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Expr:
-    axis, length = n.axis(self, dim), n.shape()[n.axis(self, dim)]
-    begin = n.slice_begin(n.shape_of(self)[axis], 0 if start is None else start)
-    if step == 1 and n.proves_equal(length, n.shape_of(self)[axis]):
+    axis = n.axis(self, dim)
+    extent, described = n.shape_of(self)[axis], n.result().shape[axis]
+    if n.symbols.unknown(described):  # ends that depend on data
+        stop = extent if end is None else n.int(end)
+        part = resolve_slice(extent, n.int(0 if start is None else start), stop, int(step))
+        begin, length = part.begin, part.size
+    else:
+        begin, length = n.slice_begin(extent, 0 if start is None else start), n.symbols.dim(described)
+    if step == 1 and n.proves_equal(length, extent):
         return self
     return n.emit(ops.slice(self, (begin,), (length,), axes=(axis,), steps=(int(step),)))
 
@@ -176,9 +181,17 @@ def select(n: Node, self: Expr, dim: int, index: Any) -> Expr:
     return n.emit(ops.squeeze(row, axes=(axis,)))
 
 
-@torch_op("aten.sym_size", "aten.sym_numel", "aten.sym_stride", "aten.sym_storage_offset")
+@torch_op("aten.sym_size", "aten.sym_numel", "aten.sym_stride")
 def sym_size(n: Node, self: Any, dim: int | None = None) -> Any:
     return n.fx_node.meta["val"]
+
+
+@torch_op("aten.sym_storage_offset", complex=True)
+def sym_storage_offset(n: Node, self: Any) -> Any:
+    described = n.fx_node.meta["val"]
+    for symbol in n.symbols.unknown(described):  # each tensor of relaxlite begins where its memory does
+        n.symbols.define_as(symbol, sym(0))
+    return described
 
 
 @torch_op("aten._assert_tensor_metadata", complex=True)

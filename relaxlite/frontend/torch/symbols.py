@@ -169,9 +169,33 @@ class SymbolTable:
         quotient = self._quotient(e)
         if quotient is not None:
             return quotient
-        if type(e).__name__ == "Piecewise" and isinstance(e.args[-1][1], sympy.logic.boolalg.BooleanTrue):
-            raise ImportModelError(f"a size with cases, {e}, is not supported")
+        if isinstance(e, sympy.Piecewise) and e.args[-1][1] in (True, sympy.true):
+            value = self.expr(e.args[-1][0])
+            for case, condition in reversed(e.args[:-1]):
+                value = value + (self.expr(case) - value) * self._indicator(condition)
+            return value
         raise ImportModelError(f"the size {e} has the function {type(e).__name__}, which sizes cannot have")
+
+    def _indicator(self, e: Any) -> SymExpr:
+        """Return 1 where a condition on integers holds, else 0."""
+        if e in (sympy.true, sympy.false):
+            return sym(int(bool(e)))
+        if isinstance(e, sympy.Not):
+            return sym(1) - self._indicator(e.args[0])
+        if isinstance(e, sympy.And):
+            return smin(*map(self._indicator, e.args))
+        if isinstance(e, sympy.Or):
+            return smax(*map(self._indicator, e.args))
+        if type(e) not in _COMPARISONS or not all(arg.is_integer for arg in e.args):
+            raise ImportModelError(f"a size with the case {e} is not supported")
+        a, b = map(self.expr, e.args)
+        kind = type(e)
+        if kind in (sympy.Eq, sympy.Ne):
+            differs = smin(smax(a - b, b - a), 1)
+            return differs if kind is sympy.Ne else sym(1) - differs
+        low, high = (a, b) if kind in (sympy.Lt, sympy.Le) else (b, a)
+        strict = 0 if kind in (sympy.Lt, sympy.Gt) else 1
+        return smin(smax(high - low + strict, 0), 1)
 
     def _quotient(self, e: Any) -> SymExpr | None:
         """Convert a rounded true division of integers, as of math.ceil(n / 2); None for any other expression."""

@@ -17,7 +17,7 @@ from relaxlite.ir.ops.elementwise import NUMBER, check_dtype
 from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.reduce import normalize_axis
 from relaxlite.ir.ops.scalars import Scalar, index, literal, select
-from relaxlite.ir.program import Allocate, Buffer, Check, For, IfThenElse, LetIndex, Stmt, Store, loops, seq
+from relaxlite.ir.program import Allocate, Buffer, Check, For, IfThenElse, LetIndex, Load, Stmt, Store, loops, seq
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, ceildiv, smin, sym, syms
 from relaxlite.ir.types import TensorType, TupleType, Type
 
@@ -287,7 +287,7 @@ class SearchSorted(Op):
             point = Scalar(x[i])
 
             def halve(middle: SymVar) -> Stmt:
-                value = Scalar(rows[(*i[:-1], middle)])
+                value = Scalar(Load(rows, (*i[:-1], middle)))
                 goes_right = ~(value > point) if right else ~(value >= point)
                 store_low = Store(bounds, syms((0,)), (index(middle) + 1).value)
                 return IfThenElse(goes_right.value, store_low, Store(bounds, syms((1,)), index(middle).value))
