@@ -20,15 +20,18 @@ from relaxlite.frontend.torch.registry import find_converter
 from relaxlite.frontend.torch.survey import all_nodes, name_of
 
 Decompositions = dict[Any, Callable[..., Any]]
+_NORMALIZATIONS = ("aten.batch_norm.default", "aten.instance_norm.default")
 
 
 def functionalize(program: ExportedProgram) -> ExportedProgram:
     """Return the program without operators that write into tensors, and with unknown operators decomposed."""
     if not any(map(_needs_retrace, all_nodes(program.graph_module))):
         return program
+    written = {node.target for node in all_nodes(program.graph_module) if _updates_statistics(node)}
+    table = decompositions() | {op: f for op, f in _default_table().items() if op in written}
     with recurrent_layers_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return program.run_decompositions(decompositions())
+        return program.run_decompositions(table)
 
 
 @contextmanager
@@ -49,11 +52,21 @@ def _needs_retrace(node: torch.fx.Node) -> bool:
         if node.target._schema.is_mutable:
             return True
         if find_converter(name_of(node.target)) is not None:
-            return False
+            return _updates_statistics(node)
         return node.target in _default_table() or bool(node.target._can_decompose())  # composite ones lose views
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
     return "vmap" in name_of(node.target) or "batch_dim" in name_of(node.target)
+
+
+def _updates_statistics(node: torch.fx.Node) -> bool:
+    """Whether a node is a normalization that writes running statistics, which its schema does not tell."""
+    if node.op != "call_function" or name_of(node.target) not in _NORMALIZATIONS:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    is_training = bool(given.get("training") or given.get("use_input_stats"))
+    return is_training and given.get("running_mean") is not None
 
 
 def decompositions() -> Decompositions:
