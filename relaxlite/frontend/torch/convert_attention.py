@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from relaxlite.frontend.torch.iota import unbroadcast
 from relaxlite.frontend.torch.node import Node
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
@@ -40,7 +41,7 @@ def scaled_dot_product_attention(
     added: list[Expr] = []
     if attn_mask is not None:
         full = (*n.shape()[:-2], n.shape_of(q)[-2], length)
-        mask = n.fit(attn_mask, full)
+        mask = n.fit(unbroadcast(n, attn_mask), full)
         if n.dtype_of(mask) == "bool":
             attrs |= {"masked": -math.inf, "masked_where": False}
         else:

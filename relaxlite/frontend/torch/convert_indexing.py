@@ -11,6 +11,7 @@ from typing import Any
 
 from relaxlite.frontend.common.unify import unify_dims
 from relaxlite.frontend.torch.complex_parts import over_parts
+from relaxlite.frontend.torch.iota import indexed_by_iotas
 from relaxlite.frontend.torch.node import Node, Shape
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
@@ -116,6 +117,8 @@ def index(n: Node, self: Expr, indices: list[Expr | None]) -> Expr:
     given = [k for k, t in enumerate(indices) if t is not None]
     if len(given) == 1 and n.dtype_of(indices[given[0]]) in MASKS:  # type: ignore[arg-type]
         return _selected(n, self, indices[given[0]], given[0])  # type: ignore[arg-type]
+    if (whole := indexed_by_iotas(n, self, indices)) is not None:
+        return n.broadcast(whole, n.shape())
     where = resolve_indices(n, self, indices)
     if len(where.axes) == 1:
         return n.emit(ops.gather(self, where.tensors[0], axis=where.axes[0]))

@@ -7,14 +7,17 @@ table. A retrace costs as much as the export, so a program that needs none is ta
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram, _patches, default_decompositions
+from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from relaxlite.frontend.torch.registry import find_converter
 from relaxlite.frontend.torch.survey import all_nodes, name_of
@@ -28,7 +31,21 @@ def functionalize(program: ExportedProgram) -> ExportedProgram:
         return program
     with recurrent_layers_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return program.run_decompositions(decompositions())
+        return _with_buffers(program).run_decompositions(decompositions())
+
+
+def _with_buffers(program: ExportedProgram) -> ExportedProgram:
+    """Return the program with tensors that are plain attributes as buffers, so that the model may write them."""
+    signature = program.graph_signature
+    specs = [
+        replace(spec, kind=InputKind.BUFFER, persistent=False) if spec.kind == InputKind.CONSTANT_TENSOR else spec
+        for spec in signature.input_specs
+    ]
+    if specs == signature.input_specs:
+        return program
+    changed = copy.copy(program)
+    changed._graph_signature = ExportGraphSignature(specs, signature.output_specs)
+    return changed
 
 
 @contextmanager
