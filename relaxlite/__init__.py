@@ -49,6 +49,7 @@ _SUBMODULES = (
     "models",
     "machine",
     "llm",
+    "torch",
 )
 
 __all__ = ["__version__", *_HOME, "ops"]

@@ -53,6 +53,7 @@ from relaxlite.runtime.executable import (
 from relaxlite.runtime.libraries import registered_functions
 from relaxlite.runtime.module import Executable
 from relaxlite.target import Target
+from relaxlite.updatable import attach_source
 from relaxlite.validation import Validator
 from relaxlite.version import __version__
 
@@ -71,6 +72,7 @@ def compile(
     tuning: str | os.PathLike[str] | Tuning | None = None,
     validate: Validate = False,
     libraries: Sequence[str] | str | None = None,
+    updatable: bool = False,
 ) -> Executable:
     """Compile the function "main" of a module for a target, by default the host's processor.
 
@@ -96,6 +98,9 @@ def compile(
     order of "main", or a mapping of such lists by the names of entry points. Validation takes seconds for small models
     and minutes for large ones; a RuntimeWarning reports if it compares hardly anything.
 
+    `updatable` stores the imported module with the compiled model, so that `Executable.load_weights` can put other
+    weights into it.
+
     `libraries`: names of libraries or rules to which library calls are restricted, or "none". By default, rules of
     `rl.register_library` and OpenBLAS, where installed, are used where they pay.
 
@@ -114,6 +119,11 @@ def compile(
         validate=validate,
         libraries=libraries,
     )
+    if updatable:
+        if passes is not None or context is not None:
+            raise InvalidArgumentError("updatable=True: passes and a context of the caller cannot be stored")
+        options = {"target": target, "precision": precision, "constant_memory": constant_memory, "libraries": libraries}
+        data = attach_source(data, module, options)
     return Executable(data, threads=threads)
 
 

@@ -16,6 +16,9 @@ Owner: TypeAlias = Literal["module", "function", "program"]
 
 # Of modules
 BATCH_INVARIANT: Final = "batch_invariant"
+TIED: Final = "tied_weights"
+UNUSED: Final = "unused_weights"
+WEIGHTS: Final = "weights"
 
 # Of functions
 CALL_STRUCTURE: Final = "call_structure"
@@ -89,7 +92,10 @@ class Attribute:
 
 ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute(BATCH_INVARIANT, "module", _FLAG, "Results of a row are the same bits whatever rows are beside it."),
-    Attribute(CALL_STRUCTURE, "function", _TEXT, "Nesting of arguments and results, as JSON (runtime/structure.py)."),
+    Attribute(TIED, "module", _NAME_PAIRS, "(another name of a weight, the name of its constant)."),
+    Attribute(UNUSED, "module", _NAMES, "Weights of the imported model that no function uses."),
+    Attribute(WEIGHTS, "module", _NAMES, "Names of the constants that are weights."),
+    Attribute(CALL_STRUCTURE, "function", _TEXT, "Nesting of arguments and results, as JSON (nesting.py)."),
     Attribute(COMPOSITE, "function", _FLAG, "A group of calls that fusion will merge into one tensor program."),
     Attribute(DONATED, "function", _INTS, "Parameters whose memory the function takes over."),
     Attribute(EXPORTED, "function", _FLAG, 'Callers of the compiled model may run it, as they run "main".'),

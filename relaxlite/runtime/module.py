@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,11 +22,11 @@ import numpy as np
 from relaxlite import config, dtypes
 from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
 from relaxlite.garbage import with_gc_disabled
+from relaxlite.nesting import INITIAL_STATE, CallStructure, nest, to_array, to_tensor, torch_of
 from relaxlite.runtime import artifact, scratch, threadpool
 from relaxlite.runtime.executable import ENTRY, ExecutableData, SymbolBounds, TensorSpec, bound_problem, disassemble
 from relaxlite.runtime.host import HostFailedError
 from relaxlite.runtime.state import State
-from relaxlite.runtime.structure import INITIAL_STATE, CallStructure, nest, to_array, to_tensor, torch_of
 from relaxlite.runtime.tensor import Tensor, export_array, import_tensor
 from relaxlite.runtime.vm import VirtualMachine
 from relaxlite.runtime.weights import align_weights, place_weights
@@ -71,13 +72,15 @@ class Executable:
         """Set up calls of the entry of this name."""
         entry = self.data.entries[name]
         self._name, signature = name, entry.signature
-        self.inputs, self.outputs = Specs(signature.inputs), Specs(signature.outputs)
+        num_inputs = len(signature.inputs) - len(signature.state)  # the state is no argument
+        self.inputs, self.outputs = Specs(signature.inputs[:num_inputs]), Specs(signature.outputs)
         is_interpreted = config.get("interpret") or self._vm.check_memory
         self._host = None if is_interpreted else self._vm.host_function(entry)
         self._names = tuple(spec.name for spec in self.inputs)
         self._output_names = tuple(spec.name for spec in self.outputs)
-        self._plans = [_ArgumentCheck(spec) for spec in self.inputs]
-        self._donated = tuple(self._names.index(name) for name in signature.donated)
+        self._plans = [_ArgumentCheck(spec) for spec in signature.inputs]
+        all_names = [spec.name for spec in signature.inputs]
+        self._donated = tuple(all_names.index(name) for name in signature.donated)
         self._structure = CallStructure.of_text(signature.structure) if signature.structure else None
         self._state = State(signature.state, self.entry(INITIAL_STATE)) if signature.state else None
 
@@ -120,11 +123,7 @@ class Executable:
         torch = torch_of(values)
         arrays = values if torch is None else [to_array(v) if isinstance(v, torch.Tensor) else v for v in values]
         copies = self._dense_copies(arrays)
-        if self._state is None:
-            results = self._call(tuple(arrays))
-        else:
-            with self._state.lock:
-                results = self._call((*arrays, *self._state.arrays))
+        results = self._call(tuple(arrays))
         for original, copy_of in copies:
             original[...] = copy_of
         return nest(structure.result, results, partial(to_tensor, torch) if torch else _identity)
@@ -154,6 +153,18 @@ class Executable:
         executable._bind_entry(self._name)
         return executable
 
+    def load_weights(self, weights: Mapping[str, Any] | str | os.PathLike[str]) -> None:
+        """Put other weights of the same shapes into the model, which was compiled with `updatable=True`.
+
+        weights: arrays or tensors by name, as a state_dict, or the path of a safetensors file. Kernels stay; the passes
+        run again, since they fold and pack weights. State starts anew. Executables that `fresh` and `entry` made keep
+        the old weights. Raises InvalidArgumentError with the names of what does not fit.
+        """
+        update = importlib.import_module("relaxlite.weights_update")  # the compiler, for this method only
+        name = self._name
+        self.__init__(update.with_weights(self.data, weights))  # type: ignore[misc]
+        self._bind_entry(name)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the model to one file, for `relaxlite.load`. Raises ArtifactError."""
         artifact.save(self.data, path)
@@ -172,6 +183,8 @@ class Executable:
             values = self._ordered_arguments((), inputs)
         else:
             values = self._ordered_arguments(inputs if isinstance(inputs, tuple | list) else (inputs,), {})
+        if self._state is not None:
+            values = (*values, *(self._state[name] for name in self._state))  # copies: the state stays
         from relaxlite.runtime.profile import Recorder, measure  # lazily, to save memory
 
         recorder = Recorder(self.data.kernels)
@@ -184,7 +197,7 @@ class Executable:
             self._interpret(vm, self._import(values))
 
         profile = measure(run, recorder, runs=runs, threads=threads, limits=limits)
-        shapes = {spec.name: _describe(value, spec) for spec, value in zip(self.inputs, values, strict=True)}
+        shapes = {spec.name: _describe(value, spec) for spec, value in zip(self.inputs, values, strict=False)}
         return replace(profile, inputs=shapes)
 
     @property
@@ -235,6 +248,13 @@ class Executable:
         return tuple([arguments[name] for name in names])
 
     def _call(self, values: tuple[Any, ...]) -> list[np.ndarray]:
+        """Run the model on the arguments, and on its state."""
+        if self._state is None:
+            return self._call_compiled(values)
+        with self._state.lock:
+            return self._call_compiled((*values, *self._state.arrays))
+
+    def _call_compiled(self, values: tuple[Any, ...]) -> list[np.ndarray]:
         """Run the host function on the arguments, then on converted arguments; fall back to the interpreter."""
         host = self._host
         if host is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from relaxlite.errors import InputError
-from relaxlite.runtime.structure import to_array, torch_of
+from relaxlite.nesting import to_array, torch_of
 
 
 class State(MutableMapping[str, np.ndarray]):

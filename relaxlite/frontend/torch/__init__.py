@@ -18,11 +18,24 @@ except ImportError as _error:
     raise ImportModelError('PyTorch is not installed; install it by pip install "relaxlite[torch]"') from _error
 
 from relaxlite.frontend.torch import (  # noqa: F401  (each registers its converters)
+    convert_attention,
+    convert_bags,
+    convert_bits,
     convert_control,
+    convert_creation,
+    convert_data_dependent,
     convert_elementwise,
+    convert_indexing,
     convert_linalg,
+    convert_moves,
+    convert_nn,
+    convert_norm,
     convert_reductions,
+    convert_resize,
+    convert_rnn,
+    convert_scatter,
     convert_shapes,
+    convert_sorting,
     convert_special,
 )
 from relaxlite.frontend.torch.exporting import from_torch

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from relaxlite import dtypes
+from relaxlite.frontend.torch.iota import compared, is_true
 from relaxlite.frontend.torch.node import Node
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
@@ -51,7 +52,6 @@ _ROUNDING: dict[str, Callable[..., Any]] = {"ceil": ops.ceil, "floor": ops.floor
 # Functions of two operands with broadcasting, computed in the result's type.
 _BINARY: dict[str, Callable[..., Any]] = {
     "atan2": ops.atan2,
-    "bitwise_and": ops.bitwise_and,
     "bitwise_or": ops.bitwise_or,
     "bitwise_xor": ops.bitwise_xor,
     "maximum": ops.maximum,
@@ -73,8 +73,12 @@ _COMPARISONS: dict[str, Callable[..., Any]] = {
 _COMPARISON_NAMES = {
     "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
 }  # fmt: skip
-_LOGICAL: dict[str, Callable[..., Any]] = {
+_AND: dict[str, Callable[..., Any]] = {
+    "__and__": ops.bitwise_and,
+    "bitwise_and": ops.bitwise_and,
     "logical_and": ops.logical_and,
+}
+_LOGICAL: dict[str, Callable[..., Any]] = {
     "logical_or": ops.logical_or,
     "logical_xor": ops.logical_xor,
 }
@@ -111,11 +115,30 @@ def binary(n: Node, a: Any, b: Any, op: Callable[..., Any], dtype: str) -> Expr:
 
 def compare(n: Node, a: Any, b: Any, op: Callable[..., Any]) -> Expr:
     """Compare two operands in the type to which torch promotes both."""
+    decided = compared(n, op.name, a, b)  # type: ignore[attr-defined]
+    if decided is not None:
+        return n.full(n.shape(), decided, "bool")
     dtype = n.result_type(*n.fx_node.args)
     return binary(n, a, b, op, "uint8" if dtype == "bool" else dtype)
 
 
+def both(n: Node, a: Any, b: Any, op: Callable[..., Any]) -> Expr:
+    """Bitwise or logical and; a mask that is true everywhere leaves the other."""
+    dtype = n.dtype()
+    for mask, other in ((a, b), (b, a)) if dtype == "bool" else ():
+        if isinstance(mask, Var | Constant) and isinstance(other, Var | Constant) and is_true(n, mask):
+            return n.broadcast(n.cast(other, "bool"), n.shape())
+    return binary(n, a, b, op, dtype)
+
+
 def _register_tables() -> None:
+    op: Callable[..., Any]
+    for name, op in {
+        "bitwise_and": ops.bitwise_and,
+        "__and__": ops.bitwise_and,
+        "logical_and": ops.logical_and,
+    }.items():
+        torch_op(f"aten.{name}")(lambda n, self, other, op=op: both(n, self, other, op))
     for name, op in _UNARY.items():
         torch_op(f"aten.{name}")(lambda n, self, op=op: unary(n, self, op))
     for name, op in _ROUNDING.items():

@@ -1,4 +1,4 @@
-"""Converters of operators that move, select and create elements, and of those that do nothing."""
+"""Converters of operators that change shapes, take slices and join tensors, and of those that do nothing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from relaxlite.frontend.torch.dtypes import dtype_name
+from relaxlite.frontend.common.slices import resolve_slice
+from relaxlite.frontend.torch.complex_parts import over_parts
 from relaxlite.frontend.torch.node import Complex, Node
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Expr
-from relaxlite.ir.symbolic import sym
+from relaxlite.ir.symbolic import as_int, sym
 
 
 @torch_op(
@@ -29,20 +30,20 @@ def view(
     n: Node, self: Any, size: Any = None, shape: Any = None, dim: Any = None, start_dim: Any = None,
     end_dim: Any = None, sizes: Any = None, stride: Any = None, other: Any = None, dtype: Any = None,
 ) -> Any:  # fmt: skip
-    if n.overload == "dtype":
-        n.fail("view(dtype) reinterprets bits; this is not supported yet")
     if isinstance(self, Complex):
         return Complex(n.reshape(self.parts, (*n.shape(), sym(2))))
     return n.reshape(self, n.shape())
 
 
-@torch_op("aten.permute", "aten.permute_copy")
+@torch_op("aten.permute", "aten.permute_copy", complex=True)
+@over_parts
 def permute(n: Node, self: Expr, dims: list[int]) -> Expr:
     axes = [n.axis(self, d) for d in dims]
     return self if axes == sorted(axes) else n.emit(ops.transpose(self, axes=axes))
 
 
-@torch_op("aten.transpose", "aten.swapaxes", "aten.transpose_copy")
+@torch_op("aten.transpose", "aten.swapaxes", "aten.swapdims", "aten.transpose_copy", complex=True)
+@over_parts
 def transpose(n: Node, self: Expr, dim0: int = 0, dim1: int = 0, axis0: int = 0, axis1: int = 0) -> Expr:
     order = list(range(n.rank(self)))
     if not order:
@@ -52,12 +53,28 @@ def transpose(n: Node, self: Expr, dim0: int = 0, dim1: int = 0, axis0: int = 0,
     return self if a == b else n.emit(ops.transpose(self, axes=order))
 
 
-@torch_op("aten.t", "aten.t_copy", "aten.numpy_T")
+@torch_op("aten.movedim", "aten.moveaxis", complex=True)
+@over_parts
+def movedim(n: Node, self: Expr, source: list[int] | int, destination: list[int] | int) -> Expr:
+    sources, targets = ([n.axis(self, d) for d in ([x] if isinstance(x, int) else x)] for x in (source, destination))
+    rest = iter(k for k in range(n.rank(self)) if k not in sources)
+    order = [sources[targets.index(k)] if k in targets else next(rest) for k in range(n.rank(self))]
+    return self if order == sorted(order) else n.emit(ops.transpose(self, axes=order))
+
+
+@torch_op("aten.t", "aten.t_copy", "aten.numpy_T", "aten.mT", complex=True)
+@over_parts
 def t(n: Node, self: Expr) -> Expr:
-    return self if n.rank(self) < 2 else n.emit(ops.transpose(self))
+    order = [*range(n.rank(self))]
+    if n.target.startswith("aten.mT"):
+        order[-2:] = order[:-3:-1]
+    else:
+        order.reverse()
+    return self if order == sorted(order) else n.emit(ops.transpose(self, axes=order))
 
 
-@torch_op("aten.expand", "aten.expand_copy", "aten.expand_as", "aten.broadcast_to")
+@torch_op("aten.expand", "aten.expand_copy", "aten.expand_as", "aten.broadcast_to", complex=True)
+@over_parts
 def expand(n: Node, self: Expr, size: Any = None, other: Any = None) -> Expr:
     return n.broadcast(self, n.shape())
 
@@ -67,51 +84,96 @@ def to(n: Node, self: Expr, dtype: torch.dtype | None = None, other: Any = None)
     return n.cast(self, n.dtype())
 
 
-@torch_op("aten.full", "aten.full_like", "aten.new_full")
-def full(n: Node, self: Any, size: Any = None, fill_value: Any = None, dtype: Any = None) -> Expr:
-    return n.full(n.shape(), fill_value, n.dtype())
-
-
-@torch_op("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.empty", "aten.empty_like", "aten.new_empty",
-          "aten.empty_strided", "aten.new_empty_strided", "aten.empty_permuted")  # fmt: skip
-def zeros(
-    n: Node, self: Any, size: Any = None, stride: Any = None, dtype: Any = None, physical_layout: Any = None
-) -> Expr:
-    return n.full(n.shape(), 0, n.dtype())
-
-
-@torch_op("aten.ones", "aten.ones_like", "aten.new_ones")
-def ones(n: Node, self: Any, size: Any = None, dtype: Any = None) -> Expr:
-    return n.full(n.shape(), 1, n.dtype())
-
-
-@torch_op("aten.arange")
-def arange(n: Node, self: Any, start: Any = 0, end: Any = None, step: Any = 1, dtype: Any = None) -> Expr:
-    if n.overload != "default":
-        start = self
-    (count,) = n.shape()
-    return n.emit(ops.arange(n.operand(start, n.dtype()), n.operand(step, n.dtype()), (count,)))
-
-
-@torch_op("aten.cat", "aten.concat", "aten.concatenate")
+@torch_op("aten.cat", "aten.concat", "aten.concatenate", complex=True)
+@over_parts
 def cat(n: Node, tensors: list[Expr], dim: int = 0) -> Expr:
     dtype, shape = n.dtype(), n.shape()
     axis = dim + len(shape) if dim < 0 else dim
-    parts = [n.cast(x, dtype) for x in tensors if n.rank(x) == len(shape)]  # torch permits empty vectors among them
+    is_empty = [n.rank(x) == 1 and as_int(n.shape_of(x)[0]) == 0 for x in tensors]  # torch permits these anywhere
+    parts = [n.cast(x, dtype) for x, leaves_out in zip(tensors, is_empty, strict=True) if not leaves_out]
+    if not parts:
+        return n.full(shape, 0, dtype)
     parts = [n.fit_except(x, shape, axis) for x in parts]
     return parts[0] if len(parts) == 1 else n.emit(ops.concat(*parts, axis=axis))
 
 
-@torch_op("aten.slice", "aten.slice_copy")
+@torch_op("aten.stack", "aten._stack", complex=True)
+@over_parts
+def stack(n: Node, tensors: list[Expr], dim: int = 0) -> Expr:
+    dtype, shape = n.dtype(), n.shape()
+    axis = dim + len(shape) if dim < 0 else dim
+    parts = [n.fit(n.cast(x, dtype), shape[:axis] + shape[axis + 1 :]) for x in tensors]
+    parts = [n.emit(ops.expand_dims(x, axes=(axis,))) for x in parts]
+    return parts[0] if len(parts) == 1 else n.emit(ops.concat(*parts, axis=axis))
+
+
+@torch_op("aten.slice", "aten.slice_copy", complex=True)
+@over_parts
 def slice_(n: Node, self: Expr, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Expr:
-    axis, length = n.axis(self, dim), n.shape()[n.axis(self, dim)]
-    begin = n.slice_begin(n.shape_of(self)[axis], 0 if start is None else start)
-    if step == 1 and n.proves_equal(length, n.shape_of(self)[axis]):
+    axis = n.axis(self, dim)
+    extent, described = n.shape_of(self)[axis], n.result().shape[axis]
+    if n.symbols.unknown(described):  # ends that depend on data
+        stop = extent if end is None else n.int(end)
+        part = resolve_slice(extent, n.int(0 if start is None else start), stop, int(step))
+        begin, length = part.begin, part.size
+    else:
+        begin, length = n.slice_begin(extent, 0 if start is None else start), n.symbols.dim(described)
+    if step == 1 and n.proves_equal(length, extent):
         return self
     return n.emit(ops.slice(self, (begin,), (length,), axes=(axis,), steps=(int(step),)))
 
 
-@torch_op("aten.select", "aten.select_copy")
+@torch_op("aten.narrow", "aten.narrow_copy", complex=True)
+@over_parts
+def narrow(n: Node, self: Expr, dim: int, start: Any, length: Any) -> Expr:
+    axis = n.axis(self, dim)
+    begin = n.slice_begin(n.shape_of(self)[axis], start)
+    return n.emit(ops.slice(self, (begin,), (n.int(length),), axes=(axis,)))
+
+
+@torch_op("aten.split", "aten.split_copy", "aten.split_with_sizes", "aten.split_with_sizes_copy", "aten.unsafe_split",
+          "aten.unsafe_split_with_sizes", "aten.chunk", "aten.unsafe_chunk", "aten.tensor_split.sections",
+          complex=True)  # fmt: skip
+@over_parts
+def split(
+    n: Node,
+    self: Expr,
+    split_size: Any = None,
+    split_sizes: Any = None,
+    chunks: int = 0,
+    sections: Any = 0,
+    dim: int = 0,
+) -> list[Expr]:
+    """Split; torch has derived the sizes of the parts."""
+    axis, begin = n.axis(self, dim), sym(0)
+    parts: list[Expr] = []
+    for k in range(len(n.fx_node.meta["val"])):
+        size = n.shape(k)[axis]
+        parts.append(n.emit(ops.slice(self, (begin,), (size,), axes=(axis,))))
+        begin = begin + size
+    if not n.proves_equal(begin, n.shape_of(self)[axis]):
+        n.fail(f"the parts have {begin} elements, the dimension has {n.shape_of(self)[axis]}")
+    return parts
+
+
+@torch_op("aten.tensor_split.indices", complex=True)
+@over_parts
+def tensor_split(n: Node, self: Expr, indices: list[Any], dim: int = 0) -> list[Expr]:
+    axis = n.axis(self, dim)
+    begins = [sym(0), *(n.slice_begin(n.shape_of(self)[axis], k) for k in indices)]
+    return [n.emit(ops.slice(self, (begin,), (n.shape(k)[axis],), axes=(axis,))) for k, begin in enumerate(begins)]
+
+
+@torch_op("aten.unbind", "aten.unbind_copy", complex=True)
+@over_parts
+def unbind(n: Node, self: Expr, dim: int = 0) -> list[Expr]:
+    axis = n.axis(self, dim)
+    rows = (n.emit(ops.slice(self, (k,), (1,), axes=(axis,))) for k in range(len(n.fx_node.meta["val"])))
+    return [n.emit(ops.squeeze(row, axes=(axis,))) for row in rows]
+
+
+@torch_op("aten.select", "aten.select_copy", complex=True)
+@over_parts
 def select(n: Node, self: Expr, dim: int, index: Any) -> Expr:
     axis = n.axis(self, dim)
     begin = n.slice_begin(n.shape_of(self)[axis], index)
@@ -119,9 +181,17 @@ def select(n: Node, self: Expr, dim: int, index: Any) -> Expr:
     return n.emit(ops.squeeze(row, axes=(axis,)))
 
 
-@torch_op("aten.sym_size", "aten.sym_numel", "aten.sym_stride", "aten.sym_storage_offset")
+@torch_op("aten.sym_size", "aten.sym_numel", "aten.sym_stride")
 def sym_size(n: Node, self: Any, dim: int | None = None) -> Any:
     return n.fx_node.meta["val"]
+
+
+@torch_op("aten.sym_storage_offset", complex=True)
+def sym_storage_offset(n: Node, self: Any) -> Any:
+    described = n.fx_node.meta["val"]
+    for symbol in n.symbols.unknown(described):  # each tensor of relaxlite begins where its memory does
+        n.symbols.define_as(symbol, sym(0))
+    return described
 
 
 @torch_op("aten._assert_tensor_metadata", complex=True)
@@ -139,6 +209,7 @@ def sym_constrain_range(n: Node, size: Any, min: int | None = None, max: int | N
     return None  # torch's ranges are those of the symbols
 
 
-def dtype_or(dtype: torch.dtype | None, default: str) -> str:
-    """Return the name of a dtype argument, or a default for None."""
-    return default if dtype is None else dtype_name(dtype)
+@torch_op("aten.copy")
+def copy(n: Node, self: Expr, src: Expr) -> Expr:
+    """The contents of `src` in shape and type of `self`."""
+    return n.broadcast(n.cast(src, n.dtype()), n.shape())

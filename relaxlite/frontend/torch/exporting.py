@@ -10,8 +10,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.export import ExportedProgram
+from torch.export import dynamic_shapes as shapes
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError, RelaxliteError
+from relaxlite.frontend.common.bounds import Bounds
 from relaxlite.frontend.torch.functional import functionalize, recurrent_layers_kept
 from relaxlite.frontend.torch.program import DimNames, ProgramImporter
 from relaxlite.frontend.torch.survey import check_operators
@@ -29,13 +31,15 @@ def from_torch(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: DynamicShapes = None,
+    bounds: Bounds | None = None,
     strict: bool = False,
 ) -> IRModule:
     """Import a PyTorch model as an IRModule whose entry function is "main".
 
     model: an `nn.Module`, which `torch.export` exports with the example arguments `args` and `kwargs`; an
     `ExportedProgram`; or the path of a saved one (.pt2). dynamic_shapes, strict: as of `torch.export.export`; symbols
-    get the names of the user's `Dim`s.
+    get the names of the user's `Dim`s, else of input and axis, as `x_dim0`. bounds: narrower ranges of symbols,
+    `{"batch": "1..64"}`, checked when the model runs.
 
     Buffers and arguments that the model writes are state of the compiled model (`Executable.state`). Raises
     ImportModelError (UnsupportedOpsError lists all operators without a converter), InvalidArgumentError.
@@ -53,7 +57,7 @@ def from_torch(
     try:
         functional = functionalize(program)
         check_operators(functional.graph_module)
-        return ProgramImporter(functional, names).run()
+        return ProgramImporter(functional, names, bounds).run()
     except RelaxliteError:
         raise
     except Exception as error:
@@ -103,9 +107,7 @@ def _load(path: str | os.PathLike[str]) -> ExportedProgram:
     except RelaxliteError:
         raise
     except TypeError as error:
-        raise InvalidArgumentError(
-            f"a module, an ExportedProgram or the path of one is expected, got {path!r}"
-        ) from error
+        raise InvalidArgumentError(f"expected a module, an ExportedProgram or the path of one, got {path!r}") from error
     except Exception as error:
         raise ImportModelError(
             f"{path} cannot be read as an exported program of torch {torch.__version__} ({type(error).__name__}: "
@@ -123,8 +125,6 @@ def _dim_names(
     """Names that the user's `Dim`s give to axes of the program's inputs."""
     if not dynamic_shapes:
         return {}
-    import torch.export.dynamic_shapes as shapes
-
     user_inputs = iter([s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"])
     names: dict[tuple[str, int], str] = {}
 

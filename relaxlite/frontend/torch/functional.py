@@ -48,7 +48,9 @@ def _needs_retrace(node: torch.fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         if node.target._schema.is_mutable:
             return True
-        return find_converter(name_of(node.target)) is None and node.target in _default_table()
+        if find_converter(name_of(node.target)) is not None:
+            return False
+        return node.target in _default_table() or bool(node.target._can_decompose())  # composite ones lose views
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
     return "vmap" in name_of(node.target) or "batch_dim" in name_of(node.target)

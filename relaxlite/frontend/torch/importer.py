@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from relaxlite.errors import ImportModelError, RelaxliteError
+from relaxlite.frontend.common.bounds import Bounds
 from relaxlite.frontend.common.control_flow import ControlFlowBuilder
 from relaxlite.frontend.torch.binding import bind_arguments
 from relaxlite.frontend.torch.dtypes import dtype_name, to_numpy
@@ -27,10 +28,10 @@ from relaxlite.ir.types import TensorType
 class GraphImporter:
     """Converts the nodes of a graph, in order. Subgraphs see the values of their enclosing graphs."""
 
-    def __init__(self, ranges: Mapping[Any, Any]) -> None:
-        """ranges: torch's ranges of the symbols."""
+    def __init__(self, ranges: Mapping[Any, Any], bounds: Bounds | None = None) -> None:
+        """ranges: torch's ranges of its symbols. bounds: the user's, by names."""
         self.bb = BlockBuilder()
-        self.symbols = SymbolTable(ranges, self.bb)
+        self.symbols = SymbolTable(ranges, self.bb, bounds)
         self.flow = ControlFlowBuilder(self.bb, self.symbols.fresh, self.symbols.scope)
         self._values: list[dict[torch.fx.Node, Any]] = [{}]
         self._constants: dict[tuple[object, ...], Constant] = {}

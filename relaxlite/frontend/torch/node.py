@@ -96,7 +96,7 @@ class Node:
 
     def wants(self, index: int) -> bool:
         """Whether the graph uses a result of several."""
-        return any(user.args[1] == index for user in self.fx_node.users if len(user.args) > 1)
+        return any(user.args[1] == index and user.users for user in self.fx_node.users if len(user.args) > 1)
 
     # operands
 

@@ -16,18 +16,29 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
 
 from relaxlite.errors import ImportModelError
+from relaxlite.frontend.common.bounds import Bounds
 from relaxlite.frontend.torch import signature
 from relaxlite.frontend.torch.dtypes import dtype_name, to_numpy
 from relaxlite.frontend.torch.importer import GraphImporter
 from relaxlite.frontend.torch.node import Complex
 from relaxlite.frontend.torch.symbols import sympy_of
 from relaxlite.ir import ops
-from relaxlite.ir.attributes import CALL_STRUCTURE, DONATED, EXPORTED, INPUT_NAMES, OUTPUT_NAMES, STATE
+from relaxlite.ir.attributes import (
+    CALL_STRUCTURE,
+    DONATED,
+    EXPORTED,
+    INPUT_NAMES,
+    OUTPUT_NAMES,
+    STATE,
+    TIED,
+    UNUSED,
+    WEIGHTS,
+)
 from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import TensorType
-from relaxlite.runtime.structure import INITIAL_STATE
+from relaxlite.nesting import INITIAL_STATE
 
 DimNames = Mapping[tuple[str, int], str]  # (placeholder, axis) -> the name that the user gave
 _LARGE_STATE = 1 << 14  # bytes; a larger state of equal elements is filled in, not stored
@@ -41,8 +52,8 @@ _MUTATIONS = tuple(
 class ProgramImporter(GraphImporter):
     """Imports one functional program."""
 
-    def __init__(self, program: ExportedProgram, names: DimNames | None = None) -> None:
-        super().__init__(program.range_constraints)
+    def __init__(self, program: ExportedProgram, names: DimNames | None = None, bounds: Bounds | None = None) -> None:
+        super().__init__(program.range_constraints, bounds)
         self.program, self.names = program, names or {}
         self._params: list[Var] = []
         self._state: list[tuple[str, torch.Tensor, Var]] = []
@@ -52,6 +63,7 @@ class ProgramImporter(GraphImporter):
     def run(self) -> IRModule:
         """Import the program."""
         self._define_inputs()
+        self.symbols.check_bounds_used()
         with self.bb.body() as scope:
             for param, symbol, name in self._sizes:
                 self._bind_size(param, symbol, name)
@@ -74,7 +86,7 @@ class ProgramImporter(GraphImporter):
         functions = {"main": Function(params, self.bb.finish(scope), Attrs(attrs))}
         if self._state:
             functions[INITIAL_STATE] = self._initial_state()
-        return IRModule(functions, Attrs({"producer": f"torch {torch.__version__}"}))
+        return IRModule(functions, Attrs({"producer": f"torch {torch.__version__}", **self._weight_names()}))
 
     # inputs
 
@@ -152,7 +164,7 @@ class ProgramImporter(GraphImporter):
 
     def _initial_state(self) -> Function:
         with self.bb.body() as scope:
-            values = [self._initial_value(to_numpy(tensor), name) for name, tensor, _ in self._state]
+            values = [self._initial_value(to_numpy(tensor).copy(), name) for name, tensor, _ in self._state]
             leaves = tuple(self.bb.leaf(x) for x in values)
             self.bb.result(leaves[0] if len(leaves) == 1 else Tuple(leaves))
         names = tuple(name for name, _, _ in self._state)
@@ -162,6 +174,21 @@ class ProgramImporter(GraphImporter):
         if array.nbytes >= _LARGE_STATE and (array == array.flat[0]).all():
             return ops.full(array.shape, Constant.of(array.reshape(-1)[0]))
         return Constant.of(array, name=name)
+
+    def _weight_names(self) -> dict[str, AttrValue]:
+        """Attributes that name the weights, for `load_weights`: constants, other names of these, unused ones."""
+        names: dict[Constant, list[str]] = {}
+        for node, spec in zip(self._values[0], self.program.graph_signature.input_specs, strict=False):
+            value = self._values[0][node]
+            constant = value.parts if isinstance(value, Complex) else value
+            if isinstance(constant, Constant) and spec.target in self.program.state_dict:
+                names.setdefault(constant, []).append(str(spec.target))
+        used = {name for group in names.values() for name in group} | {name for name, _, _ in self._state}
+        return {
+            WEIGHTS: tuple(str(constant.name) for constant in names),
+            TIED: tuple((name, str(c.name)) for c, group in names.items() for name in group if name != c.name),
+            UNUSED: tuple([*(n for n in self.program.state_dict if n not in used), *(n for n, _, _ in self._state)]),
+        }
 
     # results
 

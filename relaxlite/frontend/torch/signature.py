@@ -1,4 +1,4 @@
-"""Nesting of a program's arguments and results, as the text of a `CallStructure` (runtime/structure.py)."""
+"""Nesting of a program's arguments and results, as the text of a `CallStructure` (nesting.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from relaxlite.nesting import CallStructure, Tree
 from relaxlite.records import dataclass
-from relaxlite.runtime.structure import CallStructure, Tree
 
 
 @dataclass(frozen=True, slots=True)

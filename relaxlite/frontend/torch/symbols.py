@@ -17,7 +17,8 @@ import numpy as np
 import sympy
 import torch
 
-from relaxlite.errors import ImportModelError
+from relaxlite.errors import ImportModelError, InvalidArgumentError
+from relaxlite.frontend.common.bounds import Bounds, listed, parse_range
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Expr
@@ -40,8 +41,10 @@ def sympy_of(value: Any) -> Any:
 class SymbolTable:
     """The symbols of one program: sympy symbol -> symbolic integer."""
 
-    def __init__(self, ranges: Mapping[Any, Any], bb: BlockBuilder) -> None:
+    def __init__(self, ranges: Mapping[Any, Any], bb: BlockBuilder, bounds: Bounds | None = None) -> None:
+        """ranges: torch's, by its symbols. bounds: the user's, by names."""
         self._ranges, self._bb = ranges, bb
+        self._bounds = {name: parse_range(name, value) for name, value in (bounds or {}).items()}
         self._values: dict[Any, SymExpr] = {}
         self._floats: dict[Any, Expr] = {}
         self._names: dict[str, int] = {}
@@ -58,7 +61,10 @@ class SymbolTable:
 
     def define(self, symbol: Any, name: str) -> SymVar:
         """Define a symbol of torch by a new symbol with torch's range."""
-        lower, upper = self._bounds(symbol)
+        lower, upper = self._range(symbol)
+        if name in self._bounds:
+            low, high = self._bounds[name]
+            lower, upper = max(lower or 0, low), high if upper is None else upper if high is None else min(upper, high)
         self._values[symbol] = variable = self.fresh(name, lower=lower, upper=upper)
         return variable
 
@@ -77,6 +83,13 @@ class SymbolTable:
         yield
         self._values, self._floats = values, floats
 
+    def check_bounds_used(self) -> None:
+        """Raise InvalidArgumentError if a name among the user's bounds is no symbol of the program."""
+        names = [value.name for value in self._values.values() if isinstance(value, SymVar)]
+        for name in self._bounds:
+            if name not in names:
+                raise InvalidArgumentError(f"bounds: the model has no symbol '{name}'; it has {listed(names)}")
+
     def knows(self, symbol: Any) -> bool:
         """Whether a symbol is defined."""
         return symbol in self._values or symbol in self._floats
@@ -87,7 +100,7 @@ class SymbolTable:
             return []
         return sorted((s for s in sympy_of(value).free_symbols if not self.knows(s)), key=str)
 
-    def _bounds(self, expr: Any) -> tuple[int | None, int | None]:
+    def _range(self, expr: Any) -> tuple[int | None, int | None]:
         values = self._ranges.get(expr)
         if values is None:
             return 0, None
@@ -103,12 +116,10 @@ class SymbolTable:
         if expr.is_Symbol and not self.knows(expr):
             return self.define(expr, name)
         missing = self.unknown(dim)
-        if missing:
-            self._solve(expr, missing, name)
-        return self.expr(expr)
+        return self._solve(expr, missing, name) if missing else self.expr(expr)
 
-    def _solve(self, expr: Any, missing: Sequence[Any], name: str) -> None:
-        """Define the symbol s of a dimension a * s + b, which no other dimension of an input gives."""
+    def _solve(self, expr: Any, missing: Sequence[Any], name: str) -> SymVar:
+        """Define the symbol s of a dimension a * s + b, which no other dimension of an input gives; return the size."""
         symbol = missing[0]
         factor, rest = expr.coeff(symbol), sympy.expand(expr - expr.coeff(symbol) * symbol)
         if len(missing) > 1 or not factor.is_Integer or factor <= 0 or not rest.is_Integer:
@@ -116,12 +127,13 @@ class SymbolTable:
                 f"the size {expr} of '{name}' does not determine {', '.join(map(str, missing))}; hint: name the "
                 "dimensions by torch.export.Dim and give each to one input as it is"
             )
-        lower, upper = self._bounds(symbol)
+        lower, upper = self._range(symbol)
         factor, rest = int(factor), int(rest)
         low = None if lower is None else factor * lower + rest
         high = None if upper is None else factor * upper + rest
         size = self.fresh(name, lower=low, upper=high, divisor=factor if rest % factor == 0 else 1)
         self.define_as(symbol, floordiv(size - rest, factor))
+        return size
 
     # integers
 
@@ -157,9 +169,33 @@ class SymbolTable:
         quotient = self._quotient(e)
         if quotient is not None:
             return quotient
-        if type(e).__name__ == "Piecewise" and isinstance(e.args[-1][1], sympy.logic.boolalg.BooleanTrue):
-            raise ImportModelError(f"a size with cases, {e}, is not supported")
+        if isinstance(e, sympy.Piecewise) and e.args[-1][1] in (True, sympy.true):
+            value = self.expr(e.args[-1][0])
+            for case, condition in reversed(e.args[:-1]):
+                value = value + (self.expr(case) - value) * self._indicator(condition)
+            return value
         raise ImportModelError(f"the size {e} has the function {type(e).__name__}, which sizes cannot have")
+
+    def _indicator(self, e: Any) -> SymExpr:
+        """Return 1 where a condition on integers holds, else 0."""
+        if e in (sympy.true, sympy.false):
+            return sym(int(bool(e)))
+        if isinstance(e, sympy.Not):
+            return sym(1) - self._indicator(e.args[0])
+        if isinstance(e, sympy.And):
+            return smin(*map(self._indicator, e.args))
+        if isinstance(e, sympy.Or):
+            return smax(*map(self._indicator, e.args))
+        if type(e) not in _COMPARISONS or not all(arg.is_integer for arg in e.args):
+            raise ImportModelError(f"a size with the case {e} is not supported")
+        a, b = map(self.expr, e.args)
+        kind = type(e)
+        if kind in (sympy.Eq, sympy.Ne):
+            differs = smin(smax(a - b, b - a), 1)
+            return differs if kind is sympy.Ne else sym(1) - differs
+        low, high = (a, b) if kind in (sympy.Lt, sympy.Le) else (b, a)
+        strict = 0 if kind in (sympy.Lt, sympy.Gt) else 1
+        return smin(smax(high - low + strict, 0), 1)
 
     def _quotient(self, e: Any) -> SymExpr | None:
         """Convert a rounded true division of integers, as of math.ceil(n / 2); None for any other expression."""

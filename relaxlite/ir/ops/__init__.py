@@ -20,6 +20,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (importing a module registers its 
     linalg,
     linear_attention,
     memory,
+    nn_adaptive_pool,
     nn_attention,
     nn_conv,
     nn_conv_transpose,

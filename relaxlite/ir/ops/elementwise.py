@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.expr import Expr
-from relaxlite.ir.intrinsics import NARROW
+from relaxlite.ir.intrinsics import BITCASTS, NARROW
 from relaxlite.ir.op import Attr, Op, Sample, register, register_op
 from relaxlite.ir.ops.broadcast import PROVER, broadcast_shapes, compute_broadcast
 from relaxlite.ir.ops.scalars import HALF, Scalar, in_float32, select
@@ -237,6 +237,45 @@ class CastOp(Op):
         for source in ("float32", "int64", "bool"):
             for target in ("float32", "float16", "float64", "int64", "int8", "uint8", "bool"):
                 yield Sample((("n", 3),), {"dtype": target}, (source,))
+
+
+@register
+class Bitcast(Op):
+    """Reinterpret the bits of numbers as another dtype of the same size."""
+
+    name = "bitcast"
+    operands = ("x",)
+    attrs = {"dtype": Attr("dtype")}
+
+    def infer(self, x: Expr, *, dtype: DType) -> Type:
+        ty = self.tensor(x, "x")
+        if "bool" in (dtype, ty.dtype) or dtypes.itemsize(dtype) != dtypes.itemsize(ty.dtype):
+            self.fail(f"the bits of {ty.dtype} are not those of a {dtype}")
+        return TensorType(ty.shape, dtype, ty.rank)
+
+    def lower(self, x: Buffer, *, out: Buffer, dtype: DType) -> Stmt:
+        bits = f"int{8 * dtypes.itemsize(dtype)}"
+
+        def element(value: Value) -> Value:
+            if dtypes.is_float(value.dtype) and value.dtype != dtype:
+                value = Intrinsic(BITCASTS[value.dtype, bits], (value,), bits)
+            elif not dtypes.is_float(value.dtype) and dtypes.is_float(dtype):
+                value = Scalar(value).cast(bits).value
+            if value.dtype == dtype:
+                return value
+            return Intrinsic(BITCASTS[bits, dtype], (value,), dtype) if dtypes.is_float(dtype) else Cast(value, dtype)
+
+        return compute(out, lambda *i: element(x[i]))
+
+    def reference(self, x: Any, *, dtype: DType) -> Any:
+        return np.ascontiguousarray(x).view(dtypes.to_numpy(dtype)).reshape(x.shape)
+
+    def samples(self) -> Iterable[Sample]:
+        for source, target in (
+            ("float32", "int32"), ("int32", "float32"), ("float64", "int64"), ("float16", "uint16"),
+            ("bfloat16", "int16"), ("int16", "bfloat16"), ("uint8", "int8"), ("float16", "bfloat16"),
+        ):  # fmt: skip
+            yield Sample((("n", 3),), {"dtype": target}, (source,))
 
 
 def _symbolic_bool(x: SymExpr) -> bool | None:

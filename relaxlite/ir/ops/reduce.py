@@ -1,4 +1,4 @@
-"""Reductions over axes, arg-reductions and cumulative sums and products.
+"""Reductions over axes, arg-reductions and cumulative sums, products and extremes.
 
 `axes=None` reduces every axis, `axes=()` none. Half-precision floats accumulate in float32. An empty reduction yields
 the identity of its operation: 0, 1, or for max and min the least and greatest value of the dtype.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -407,7 +407,7 @@ class _Scan(Op):
     def reference(self, x: Any, *, axis: int, exclusive: bool, reverse: bool) -> Any:
         wide = x.astype(np.float32) if x.dtype.name in HALF else x
         wide = np.flip(wide, axis) if reverse else wide
-        function, start = (np.cumsum, 0) if self.combine == "add" else (np.cumprod, 1)
+        function, start = _SCANS[self.combine], identity(self.combine, wide.dtype.name).value
         if exclusive:
             first, rest = np.split(np.roll(wide, 1, axis), [1], axis)
             wide = np.concatenate([np.full_like(first, start), rest], axis)
@@ -418,6 +418,14 @@ class _Scan(Op):
         for attrs in ({"axis": 0}, {"axis": -1, "exclusive": True}, {"axis": 1, "reverse": True, "exclusive": True}):
             yield Sample((("n", 3),), attrs, tolerance=1e-4)
         yield Sample(((4, "n"),), {"axis": 1}, ("int64",))
+
+
+_SCANS: Mapping[str, Callable[..., Any]] = {
+    "add": np.cumsum,
+    "mul": np.cumprod,
+    "max": np.maximum.accumulate,
+    "min": np.minimum.accumulate,
+}
 
 
 @register
@@ -434,6 +442,22 @@ class CumProd(_Scan):
 
     name = "cumprod"
     combine = "mul"
+
+
+@register
+class CumMax(_Scan):
+    """Cumulative maximum along an axis, NaN from the first one on; `exclusive` and `reverse` as in cumsum."""
+
+    name = "cummax"
+    combine = "max"
+
+
+@register
+class CumMin(_Scan):
+    """Cumulative minimum along an axis, NaN from the first one on; `exclusive` and `reverse` as in cumsum."""
+
+    name = "cummin"
+    combine = "min"
 
 
 @register

@@ -217,7 +217,9 @@ def _object(tree: Tree, children: list[Any]) -> Any:
     fields = dict(zip(tree.keys, children, strict=True)) if tree.keys else None
     node = _registered(tree.name)
     if node is not None and fields is not None:
-        return node[0](**fields)
+        kind = node[0]
+        absent = (name for name in getattr(kind, "__dataclass_fields__", ()) if name not in fields)
+        return kind(**fields, **dict.fromkeys(absent))  # what the module set to None is no leaf
     return children if fields is None else fields
 
 
