@@ -28,7 +28,9 @@ class _AdaptivePool(Op):
         xt, windows = self.tensor(x, "x"), self.shape(counts, "counts")
         shape = xt.shape or ()
         if not windows or len(shape) < len(windows):
-            self.fail(f"x must be (..., spatial) with the spatial dimensions of counts={format_shape(windows)}, got {xt}")
+            self.fail(
+                f"x must be (..., spatial) with the spatial dimensions of counts={format_shape(windows)}, got {xt}"
+            )
         if xt.dtype not in self.accepts:
             self.fail(f"x must be one of {', '.join(self.accepts)}, got {xt.dtype}")
         return self.result_type(TensorType.of((*shape[: -len(windows)], *windows), xt.dtype))
