@@ -40,8 +40,8 @@ def embedding_bag(
 
 def _bag_of_each(n: Node, indices: Expr, offsets: Expr) -> Expr:
     places = positions_along(n, n.shape_of(indices)[0])
-    found = n.emit(ops.search_sorted(n.cast(offsets, "int64"), places, right=True))
-    return n.emit(ops.subtract(found, Constant.of(1, "int64")))
+    after = n.emit(ops.search_sorted(n.cast(offsets, "int64"), places, right=True))
+    return n.emit(ops.subtract(after, Constant.of(1, "int64")))
 
 
 def _padding(n: Node, weight: Expr, padding_idx: int | None) -> Expr | None:
