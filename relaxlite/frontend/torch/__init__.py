@@ -21,6 +21,7 @@ from relaxlite.frontend.torch import (  # noqa: F401  (each registers its conver
     convert_attention,
     convert_bags,
     convert_bits,
+    convert_complex,
     convert_control,
     convert_creation,
     convert_data_dependent,
@@ -35,6 +36,7 @@ from relaxlite.frontend.torch import (  # noqa: F401  (each registers its conver
     convert_rnn,
     convert_scatter,
     convert_shapes,
+    convert_signal,
     convert_sorting,
     convert_special,
 )

@@ -230,3 +230,179 @@ def ldexp(n: Node, self: Expr, other: Expr) -> Expr:
     """self * 2 ** other, with the power in the type of the result, as torch computes it."""
     power = n.emit(ops.exp2(n.operand(other, n.dtype())))
     return binary(n, self, power, ops.multiply, n.dtype())
+
+
+# Special functions: ops that compute in float64. Names of torch, with or without "special_".
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "airy_ai": ops.airy_ai,
+    "bessel_j0": ops.bessel_j0,
+    "bessel_j1": ops.bessel_j1,
+    "bessel_y0": ops.bessel_y0,
+    "bessel_y1": ops.bessel_y1,
+    "digamma": ops.digamma,
+    "erfc": ops.erfc,
+    "erfcx": ops.erfcx,
+    "erfinv": ops.erfinv,
+    "gammaln": ops.lgamma,
+    "i0": ops.bessel_i0,
+    "i0e": ops.bessel_i0e,
+    "i1": ops.bessel_i1,
+    "i1e": ops.bessel_i1e,
+    "lgamma": ops.lgamma,
+    "log_ndtr": ops.log_ndtr,
+    "modified_bessel_i0": ops.bessel_i0,
+    "modified_bessel_i1": ops.bessel_i1,
+    "modified_bessel_k0": ops.bessel_k0,
+    "modified_bessel_k1": ops.bessel_k1,
+    "ndtri": ops.ndtri,
+    "psi": ops.digamma,
+    "scaled_modified_bessel_k0": ops.bessel_k0e,
+    "scaled_modified_bessel_k1": ops.bessel_k1e,
+    "spherical_bessel_j0": ops.spherical_bessel_j0,
+}
+for _name, _op in _SPECIAL.items():
+    torch_op(f"aten.{_name}", f"aten.special_{_name}")(lambda n, self, op=_op: unary(n, self, op))
+
+
+@torch_op("aten.special_ndtr")
+def ndtr(n: Node, self: Expr) -> Expr:
+    (x,) = wide_operands(n, self)
+    return finished(n, ops.multiply(n.emit(ops.erfc(n.emit(ops.multiply(x, number(n, -(0.5**0.5)))))), number(n, 0.5)))
+
+
+def series(n: Node, a: Any, b: Any, op: Callable[..., Any], **attrs: Any) -> Expr:
+    """Apply an op of two operands that computes element by element in loops."""
+    return n.emit(op(*(n.fit(n.operand(x, n.dtype()), n.shape()) for x in (a, b)), **attrs))
+
+
+@torch_op("aten.special_zeta")
+def zeta(n: Node, self: Any, other: Any) -> Expr:
+    return series(n, self, other, ops.zeta)
+
+
+@torch_op("aten.polygamma", "aten.special_polygamma")
+def polygamma(n: Node, order: int, self: Expr) -> Expr:
+    """Derivative of digamma of an order: (-1) ** (order + 1) * order! * zeta(order + 1, x)."""
+    if order == 0:
+        return unary(n, self, ops.digamma)
+    x = n.cast(self, "float64")
+    value = n.emit(ops.zeta(n.operand(order + 1, "float64"), x))
+    factor = math.factorial(order) if order < 171 else math.inf
+    return n.cast(n.emit(ops.multiply(value, n.operand(factor if order % 2 else -factor, "float64"))), n.dtype())
+
+
+@torch_op("aten.igamma", "aten.igammac", "aten.special_gammainc", "aten.special_gammaincc")
+def igamma(n: Node, self: Expr, other: Expr) -> Expr:
+    is_upper = n.target.startswith(("aten.igammac", "aten.special_gammaincc"))
+    return series(n, self, other, ops.igammac if is_upper else ops.igamma)
+
+
+_FAMILIES = {
+    "chebyshev_polynomial_t": "chebyshev_t", "chebyshev_polynomial_u": "chebyshev_u",
+    "chebyshev_polynomial_v": "chebyshev_v", "chebyshev_polynomial_w": "chebyshev_w",
+    "hermite_polynomial_h": "hermite_h", "hermite_polynomial_he": "hermite_he",
+    "laguerre_polynomial_l": "laguerre", "legendre_polynomial_p": "legendre",
+}  # fmt: skip
+
+
+def _polynomial(n: Node, x: Any, degree: Any, family: str, *, is_shifted: bool) -> Expr:
+    dtype = n.dtype()
+    limit = {"float32": 128, "float64": 512}.get(dtype, 1024) if family.startswith("hermite") else None
+    argument = n.operand(x, dtype)
+    if is_shifted:
+        twice = n.emit(ops.add(argument, argument))
+        argument = n.emit(ops.subtract(twice, n.operand(1, dtype)))
+    return series(n, argument, degree, ops.orthogonal_polynomial, family=family, limit=limit)
+
+
+for _name, _family in _FAMILIES.items():
+    torch_op(f"aten.special_{_name}")(
+        lambda node, x, n, family=_family: _polynomial(node, x, n, family, is_shifted=False)
+    )
+    if _name.startswith("chebyshev"):
+        torch_op(f"aten.special_shifted_{_name}")(
+            lambda node, x, n, family=_family: _polynomial(node, x, n, family, is_shifted=True)
+        )
+
+
+@torch_op("aten.gcd")
+def gcd(n: Node, self: Expr, other: Expr) -> Expr:
+    return series(n, self, other, ops.gcd)
+
+
+@torch_op("aten.lcm")
+def lcm(n: Node, self: Expr, other: Expr) -> Expr:
+    dtype = n.dtype()
+    divisor = series(n, self, other, ops.gcd)
+    a, b = (n.fit(n.operand(x, dtype), n.shape()) for x in (self, other))
+    quotient = n.emit(ops.truncdiv(a, divisor))  # 0 where the divisor is 0
+    return n.emit(ops.abs(n.emit(ops.multiply(quotient, b))))
+
+
+# Parts of floats, without access to their bits.
+_PRECISION = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
+
+
+def scaled_by_power(n: Node, x: Expr, exponent: Expr) -> Expr:
+    """Emit x * 2 ** exponent, both float64, in two exact steps, as the power itself may overflow."""
+    half = n.emit(ops.trunc(n.emit(ops.multiply(exponent, n.operand(0.5, "float64")))))
+    rest = n.emit(ops.subtract(exponent, half))
+    return n.emit(ops.multiply(n.emit(ops.multiply(x, n.emit(ops.exp2(half)))), n.emit(ops.exp2(rest))))
+
+
+def binary_exponent(n: Node, x: Expr) -> Expr:
+    """Emit the e of x = m * 2 ** e with 0.5 <= |m| < 1, as float64, for finite float64 x other than 0."""
+    one = n.operand(1, "float64")
+    estimate = n.emit(ops.add(n.emit(ops.floor(n.emit(ops.log2(n.emit(ops.abs(x)))))), one))
+    size = n.emit(ops.abs(scaled_by_power(n, x, n.emit(ops.neg(estimate)))))
+    larger = n.cast(n.emit(ops.greater_equal(size, one)), "float64")
+    smaller = n.cast(n.emit(ops.less(size, n.operand(0.5, "float64"))), "float64")
+    return n.emit(ops.add(estimate, n.emit(ops.subtract(larger, smaller))))
+
+
+def regular(n: Node, x: Expr) -> tuple[Expr, Expr]:
+    """Emit where x is finite and not 0, and x there; 1 elsewhere."""
+    rest = n.emit(ops.subtract(x, x))  # NaN for infinities and NaN
+    is_regular = n.emit(
+        ops.logical_and(n.emit(ops.equal(rest, rest)), n.emit(ops.not_equal(x, n.operand(0, "float64"))))
+    )
+    return is_regular, n.emit(ops.where(is_regular, x, n.operand(1, "float64")))
+
+
+@torch_op("aten.frexp")
+def frexp(n: Node, self: Expr) -> tuple[Expr, Expr]:
+    """Mantissa and exponent; zeros, infinities and NaN have the exponent 0."""
+    is_regular, x = regular(n, n.cast(self, "float64"))
+    exponent = binary_exponent(n, x)
+    mantissa = n.cast(scaled_by_power(n, x, n.emit(ops.neg(exponent))), n.dtype())
+    mantissa = n.emit(ops.where(is_regular, mantissa, self))
+    exponent = n.emit(ops.where(is_regular, exponent, n.operand(0, "float64")))
+    return mantissa, n.cast(exponent, "int32")
+
+
+@torch_op("aten.nextafter")
+def nextafter(n: Node, self: Expr, other: Expr) -> Expr:
+    """The float next to self in the direction of other."""
+    dtype, shape = n.dtype(), n.shape()
+    digits, least = _PRECISION[dtype]
+    a, b = (n.fit(n.cast(x, dtype), shape) for x in (self, other))
+    wide, target = n.cast(a, "float64"), n.cast(b, "float64")
+    is_up = n.emit(ops.greater(target, wide))
+    is_regular, x = regular(n, wide)
+    exponent = binary_exponent(n, x)
+    # Below a power of two, the distance to the next float towards 0 is half as large.
+    is_power = n.emit(ops.equal(n.emit(ops.abs(x)), scaled_by_power(n, n.operand(0.5, "float64"), exponent)))
+    is_inward = n.emit(ops.logical_xor(is_up, n.emit(ops.greater(x, n.operand(0, "float64")))))
+    lower = n.cast(n.emit(ops.logical_and(is_power, is_inward)), "float64")
+    place = n.emit(ops.subtract(n.emit(ops.subtract(exponent, n.operand(digits, "float64"))), lower))
+    place = n.emit(ops.maximum(place, n.operand(least, "float64")))
+    step = scaled_by_power(n, n.operand(1, "float64"), place)
+    step = n.emit(ops.where(is_regular, step, n.operand(2.0**least, "float64")))
+    moved = n.emit(ops.add(wide, n.emit(ops.where(is_up, step, n.emit(ops.neg(step))))))
+    greatest = n.operand(_GREATEST[dtype], "float64")  # next to an infinity
+    inward = n.emit(ops.where(is_up, n.emit(ops.neg(greatest)), greatest))
+    moved = n.emit(ops.where(n.emit(ops.isinf(wide)), inward, moved))
+    moved = n.emit(ops.where(n.emit(ops.equal(wide, target)), target, moved))
+    either = n.emit(ops.add(wide, target))
+    is_nan = n.emit(ops.logical_or(n.emit(ops.isnan(wide)), n.emit(ops.isnan(target))))
+    return n.cast(n.emit(ops.where(is_nan, either, moved)), dtype)

@@ -124,7 +124,7 @@ class GraphImporter:
         name = name_of(node.target)
         if name == "getitem" and not isinstance(node.meta.get("val"), torch.SymInt):
             return self.value(node.args[0])[node.args[1]]
-        converter = find_converter(name)
+        converter = find_converter(name, is_complex=_is_complex(node))
         if converter is None:
             return self._symbolic(node)
         n = Node(self, node)
@@ -220,6 +220,12 @@ class GraphImporter:
                 self.symbols.define_as(symbol, self.symbols.dim_or_expr(value))
         elif isinstance(value, Var | Constant):
             self.symbols.define_float(symbol, value)
+
+
+def _is_complex(node: torch.fx.Node) -> bool:
+    """Whether an operand or the result of a call is a complex tensor."""
+    values = (x.meta.get("val") for x in (node, *node.all_input_nodes))
+    return any(isinstance(v, torch.Tensor) and v.is_complex() for v in values)
 
 
 def _flat(values: Any) -> Iterator[Any]:

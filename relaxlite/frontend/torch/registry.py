@@ -32,6 +32,7 @@ class Converter:
 
 
 _converters: dict[str, Converter] = {}
+_complex_converters: dict[str, Converter] = {}  # take precedence where an operand or the result is complex
 _num_builtin = [0]
 
 
@@ -54,9 +55,30 @@ def torch_op(*names: str, complex: bool = False, replace: bool = False) -> Calla
     return register
 
 
-def find_converter(name: str) -> Converter | None:
-    """Return the converter of an operator "namespace.name.overload": of the overload, else of all overloads."""
-    return _converters.get(name) or _converters.get(name.rpartition(".")[0])
+def complex_op(*names: str) -> Callable[[Convert], Convert]:
+    """Register the decorated function as the converter of operators on complex tensors.
+
+    Real tensors of these operators have a converter of their own, by `torch_op`.
+    """
+
+    def register(function: Convert) -> Convert:
+        parameters = tuple(inspect.signature(function).parameters)[1:]
+        for name in names:
+            _complex_converters[name] = Converter(function, parameters, has_complex=True)
+        return function
+
+    return register
+
+
+def find_converter(name: str, *, is_complex: bool = False) -> Converter | None:
+    """Return the converter of an operator "namespace.name.overload": of the overload, else of all overloads.
+
+    is_complex: an operand or the result is complex; a converter for such calls takes precedence.
+    """
+    packet = name.rpartition(".")[0]
+    if is_complex and (converter := _complex_converters.get(name) or _complex_converters.get(packet)):
+        return converter
+    return _converters.get(name) or _converters.get(packet)
 
 
 def mark_builtin_converters() -> None:
