@@ -71,9 +71,9 @@ def repeat_interleave(n: Node, self: Expr, repeats: Any, dim: int | None = None,
     x = flat(n, self) if dim is None else as_vector(n, self)
     axis, count = 0 if dim is None else n.axis(x, dim), n.int(repeats)
     sizes = n.shape_of(x)
-    spread: Expr = n.emit(ops.expand_dims(x, axes=(axis + 1,)))
-    spread = n.broadcast(spread, (*sizes[: axis + 1], count, *sizes[axis + 1 :]))
-    return n.reshape(spread, (*sizes[:axis], sizes[axis] * count, *sizes[axis + 1 :]))
+    copies: Expr = n.emit(ops.expand_dims(x, axes=(axis + 1,)))
+    copies = n.broadcast(copies, (*sizes[: axis + 1], count, *sizes[axis + 1 :]))
+    return n.reshape(copies, (*sizes[:axis], sizes[axis] * count, *sizes[axis + 1 :]))
 
 
 @torch_op("aten.constant_pad_nd", complex=True)
