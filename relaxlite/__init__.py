@@ -19,6 +19,8 @@ from relaxlite.version import __version__
 
 _HOME = {
     "from_onnx": "relaxlite.frontend.onnx",
+    "from_torch": "relaxlite.frontend.torch",
+    "torch_op": "relaxlite.frontend.torch",
     "compile": "relaxlite.driver",
     "load": "relaxlite.loading",
     "register_library": "relaxlite.library",
@@ -47,6 +49,7 @@ _SUBMODULES = (
     "models",
     "machine",
     "llm",
+    "torch",
 )
 
 __all__ = ["__version__", *_HOME, "ops"]

@@ -19,7 +19,7 @@ from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, c
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.garbage import with_gc_disabled
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
-from relaxlite.ir.attributes import INPUT_NAMES, OUTPUT_NAMES
+from relaxlite.ir.attributes import CALL_STRUCTURE, INPUT_NAMES, OUTPUT_NAMES, STATE
 from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, Let
 from relaxlite.ir.module import IRModule
@@ -53,6 +53,7 @@ from relaxlite.runtime.executable import (
 from relaxlite.runtime.libraries import registered_functions
 from relaxlite.runtime.module import Executable
 from relaxlite.target import Target
+from relaxlite.updatable import attach_source
 from relaxlite.validation import Validator
 from relaxlite.version import __version__
 
@@ -71,6 +72,7 @@ def compile(
     tuning: str | os.PathLike[str] | Tuning | None = None,
     validate: Validate = False,
     libraries: Sequence[str] | str | None = None,
+    updatable: bool = False,
 ) -> Executable:
     """Compile the function "main" of a module for a target, by default the host's processor.
 
@@ -96,6 +98,9 @@ def compile(
     order of "main", or a mapping of such lists by the names of entry points. Validation takes seconds for small models
     and minutes for large ones; a RuntimeWarning reports if it compares hardly anything.
 
+    `updatable` stores the imported module with the compiled model, so that `Executable.load_weights` can put other
+    weights into it.
+
     `libraries`: names of libraries or rules to which library calls are restricted, or "none". By default, rules of
     `rl.register_library` and OpenBLAS, where installed, are used where they pay.
 
@@ -114,6 +119,11 @@ def compile(
         validate=validate,
         libraries=libraries,
     )
+    if updatable:
+        if passes is not None or context is not None:
+            raise InvalidArgumentError("updatable=True: passes and a context of the caller cannot be stored")
+        options = {"target": target, "precision": precision, "constant_memory": constant_memory, "libraries": libraries}
+        data = attach_source(data, module, options)
     return Executable(data, threads=threads)
 
 
@@ -230,7 +240,10 @@ def signature_of(function: Function) -> Signature:
     symbol_names = _unique_names(s for ty in (*(p.ty for p in function.params), *types) for s in type_symbols(ty))
     inputs = tuple(_spec(str(name), p.ty, symbol_names) for name, p in zip(input_names, function.params, strict=True))
     outputs = tuple(_spec(str(name), ty, symbol_names) for name, ty in zip(output_names, types, strict=True))
-    return Signature(inputs, outputs, tuple(str(input_names[function.params.index(param)]) for param in donated))
+    donated_names = tuple(str(input_names[function.params.index(param)]) for param in donated)
+    structure, state = function.attrs.get(CALL_STRUCTURE, ""), function.attrs.get(STATE, ())
+    assert isinstance(structure, str) and isinstance(state, tuple)
+    return Signature(inputs, outputs, donated_names, structure, tuple(map(str, state)))
 
 
 def _unique_names(symbols: Iterable[SymVar]) -> dict[SymVar, str]:

@@ -1,4 +1,7 @@
-"""`relaxlite.load`: load compiled models, or ONNX files by the model cache. Imports the compiler only to compile."""
+"""`relaxlite.load`: load compiled models, or ONNX and PyTorch files by the model cache.
+
+The compiler is imported only to compile.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from relaxlite.runtime.module import Executable
 from relaxlite.runtime.module import load as load_compiled
 
 if TYPE_CHECKING:
-    from relaxlite.frontend.onnx.symbols import Bounds, DynamicShapes
+    from relaxlite.frontend.common.bounds import Bounds
+    from relaxlite.frontend.onnx.symbols import DynamicShapes
+    from relaxlite.ir.module import IRModule
     from relaxlite.passes.schedule.tuning import Tuning
 
 EXTERNAL_DATA = "external_data"  # key of an imported model's provenance: names of its external data files
@@ -36,11 +41,11 @@ def load(
     tuning: str | os.PathLike[str] | Tuning | None = None,
     libraries: Sequence[str] | str | None = None,
 ) -> Executable:
-    """Load a saved model or an ONNX file.
+    """Load a saved model, an ONNX file, or a program saved by `torch.export` (.pt2).
 
-    An ONNX file is compiled for this processor, with these options of `from_onnx` and `compile`, and cached on disk
-    (see `relaxlite cache`). Later processes load the cached model without the compiler, until the file, its external
-    data, an option or relaxlite changes.
+    The latter two are compiled for this processor, with these options of their import and of `compile`, and cached on
+    disk (see `relaxlite cache`). Later processes load the cached model without the compiler, until the file, its
+    external data, an option or relaxlite changes.
 
     threads: number of threads of a parallel loop, in the whole process. verify: also check every byte of large weights,
     which reads the whole file. Raises ArtifactError for a saved model that is damaged or for another machine,
@@ -56,13 +61,13 @@ def load(
         "libraries": libraries,
     }
     options = {name: value for name, value in values.items() if value is not None}
-    if not _is_onnx(source):
+    if not _is_onnx(source) and not is_torch_program(source):
         if options:
             raise InvalidArgumentError(f"{', '.join(options)}: of a model that is compiled, and '{path}' is already")
         return load_compiled(source, threads=threads, verify=verify)
     if threads is not None:
         threadpool.set_num_threads(threads)  # before a compilation, which may take long
-    return Executable(_onnx_data(source, options, verify=verify))
+    return Executable(_compiled_data(source, options, verify=verify))
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
@@ -86,16 +91,40 @@ def external_data(data: ExecutableData, source: Path) -> list[Path]:
     return [source.parent / name for name in data.metadata.provenance.get(EXTERNAL_DATA, ())]
 
 
-def _onnx_data(source: Path, options: Mapping[str, Any], *, verify: bool) -> ExecutableData:
+def is_torch_program(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a program saved by `torch.export.save`, by the ending of its name, .pt2."""
+    return path_text(path).lower().endswith(".pt2") and os.path.isfile(path)
+
+
+def import_file(
+    path: str | os.PathLike[str], *, dynamic_shapes: DynamicShapes | None = None, bounds: Bounds | None = None
+) -> IRModule:
+    """Import an ONNX file or a program saved by `torch.export`.
+
+    Raises InvalidArgumentError for `dynamic_shapes` of the latter, whose export has fixed them.
+    """
+    if not is_torch_program(path):
+        from relaxlite.frontend.onnx import from_onnx
+
+        return from_onnx(Path(path), dynamic_shapes=dynamic_shapes, bounds=bounds)
+    if dynamic_shapes:
+        raise InvalidArgumentError(
+            f"dynamic_shapes: of an ONNX file; the dimensions of {path} are those of its torch.export.export"
+        )
+    from relaxlite.frontend.torch import from_torch
+
+    return from_torch(path, bounds=bounds)
+
+
+def _compiled_data(source: Path, options: Mapping[str, Any], *, verify: bool) -> ExecutableData:
     from relaxlite import model_cache
 
     def make() -> ExecutableData:
         from relaxlite.driver import build
-        from relaxlite.frontend.onnx import from_onnx
 
         import_options = {name: options[name] for name in ("dynamic_shapes", "bounds") if name in options}
         compile_options = {name: value for name, value in options.items() if name not in import_options}
-        return build(from_onnx(source, **import_options), **compile_options)
+        return build(import_file(source, **import_options), **compile_options)
 
     tuning = options.get("tuning")
     if _has_user_extensions() or not (tuning is None or isinstance(tuning, str | os.PathLike)):
@@ -131,6 +160,7 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _has_user_extensions() -> bool:
-    """Whether the user has registered library rules or ONNX converters, which change what models compile to."""
-    library, registry = (sys.modules.get(name) for name in ("relaxlite.library", "relaxlite.frontend.onnx.registry"))
-    return bool(library and library.registered()) or bool(registry and registry.has_user_converters())
+    """Whether the user has registered library rules or converters, which change what models compile to."""
+    library = sys.modules.get("relaxlite.library")
+    registries = (sys.modules.get(f"relaxlite.frontend.{name}.registry") for name in ("onnx", "torch"))
+    return bool(library and library.registered()) or any(r is not None and r.has_user_converters() for r in registries)

@@ -19,12 +19,12 @@ from relaxlite.cli.inputs import make_inputs
 from relaxlite.cli.opening import is_checkpoint
 from relaxlite.driver import build, signature_of
 from relaxlite.errors import InvalidArgumentError
-from relaxlite.frontend.onnx import from_onnx
 from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.symbolic import evaluate
 from relaxlite.ir.types import TensorType, defined_symbols
 from relaxlite.library import names_of, rules_for
+from relaxlite.loading import import_file
 from relaxlite.passes.context import DEFAULT_PRECISION, PassContext
 from relaxlite.passes.manager import Pass
 from relaxlite.passes.pipeline import PASSES, default_pipeline
@@ -47,14 +47,14 @@ def make_context(args: argparse.Namespace) -> PassContext:
 
 
 def import_model(args: argparse.Namespace, context: PassContext) -> IRModule:
-    """Import the ONNX file `args.model`, with the dimensions and bounds of the options, or a checkpoint."""
+    """Import `args.model`: an ONNX or PyTorch file, with the dimensions and bounds of the options, or a checkpoint."""
     start = time.perf_counter()
     if is_checkpoint(args.model):
         from relaxlite.cli.compiling_llm import import_checkpoint
 
         module = import_checkpoint(args)
     else:
-        module = from_onnx(args.model, dynamic_shapes=args.dynamic_shape or None, bounds=args.bound or None)
+        module = import_file(args.model, dynamic_shapes=args.dynamic_shape or None, bounds=args.bound or None)
     context.timings.append(("import", time.perf_counter() - start))
     if context.constant_memory:
         _warn_of_unbounded(module)

@@ -69,7 +69,7 @@ def open_data(args: argparse.Namespace, *, to_run: bool = True) -> ExecutableDat
     return load(args.model, verify=getattr(args, "verify", False), to_run=to_run)
 
 
-def is_compiled(path: str, *, suggesting: Sequence[str] = ("onnx", "rlx", "gguf")) -> bool:
+def is_compiled(path: str, *, suggesting: Sequence[str] = ("onnx", "pt2", "rlx", "gguf")) -> bool:
     """Whether a file is a compiled model, by its magic number or its name's ending, .rlx.
 
     Raises RelaxliteError if there is no file, and for a folder that is no checkpoint; the error suggests a file in the

@@ -16,8 +16,12 @@ Owner: TypeAlias = Literal["module", "function", "program"]
 
 # Of modules
 BATCH_INVARIANT: Final = "batch_invariant"
+TIED: Final = "tied_weights"
+UNUSED: Final = "unused_weights"
+WEIGHTS: Final = "weights"
 
 # Of functions
+CALL_STRUCTURE: Final = "call_structure"
 COMPOSITE: Final = "composite"
 DONATED: Final = "donated"
 EXPORTED: Final = "exported"
@@ -25,6 +29,7 @@ INPUT_NAMES: Final = "input_names"
 NARROW_TYPES: Final = "narrow_types"
 OUTPUT_NAMES: Final = "output_names"
 RELAXED_PRECISION: Final = "relaxed_precision"
+STATE: Final = "state"
 
 # Of tensor programs
 CHECKED: Final = "checked"
@@ -68,6 +73,7 @@ _PAIRS = ValueKind(
     _all(lambda pair: _INTS.accepts(pair) and len(pair) == 2),  # type: ignore[arg-type]
 )
 _NAMES = ValueKind("a tuple of strings", _all(lambda name: isinstance(name, str)))
+_TEXT = ValueKind("text", lambda value: isinstance(value, str))
 _NAME_PAIRS = ValueKind(
     "a tuple of pairs of strings",
     _all(lambda pair: _NAMES.accepts(pair) and len(pair) == 2),  # type: ignore[arg-type]
@@ -86,6 +92,10 @@ class Attribute:
 
 ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute(BATCH_INVARIANT, "module", _FLAG, "Results of a row are the same bits whatever rows are beside it."),
+    Attribute(TIED, "module", _NAME_PAIRS, "(another name of a weight, the name of its constant)."),
+    Attribute(UNUSED, "module", _NAMES, "Weights of the imported model that no function uses."),
+    Attribute(WEIGHTS, "module", _NAMES, "Names of the constants that are weights."),
+    Attribute(CALL_STRUCTURE, "function", _TEXT, "Nesting of arguments and results, as JSON (nesting.py)."),
     Attribute(COMPOSITE, "function", _FLAG, "A group of calls that fusion will merge into one tensor program."),
     Attribute(DONATED, "function", _INTS, "Parameters whose memory the function takes over."),
     Attribute(EXPORTED, "function", _FLAG, 'Callers of the compiled model may run it, as they run "main".'),
@@ -93,6 +103,7 @@ ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute(NARROW_TYPES, "function", _NAME_PAIRS, "(input or output, the ONNX type whose bits it carries)."),
     Attribute(OUTPUT_NAMES, "function", _NAMES, "Names of the results, as callers know them."),
     Attribute(RELAXED_PRECISION, "function", _FLAG, "Its products may round more than those of other functions."),
+    Attribute(STATE, "function", _NAMES, "Names of the last parameters, which the executable keeps between calls."),
     Attribute(CHECKED, "program", _FLAG, "Integer arithmetic is tested for overflow: it computes sizes."),
     Attribute(CONCATENATES, "program", _INTS, "The inputs that its output consists of, one after another."),
     Attribute(INHERITS_LAYOUT, "program", _FLAG, "It reads weights as other programs have them packed."),

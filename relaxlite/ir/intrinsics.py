@@ -10,6 +10,7 @@
     nearest_i32(a) = a                                                      int32 of float32, to nearest even
     narrow_bf16(a) = a                                                      bfloat16 of float32, to nearest even
     float_of_bits(a)                                                        float32 of the bits of an int32
+    bits_of_float(a)                                                        int32 of the bits of a float32; and such
     pair(a, b) = a | b << 16                                                int32 of the bits of two bfloat16
     dot2_pairs(c, a, b)                                                     dot2_bf16 of two such pairs
     dot2_halves(c, a, b)                                                    dot2_i16 of the halves of two int32
@@ -72,6 +73,17 @@ NARROW = "narrow_bf16"
 """Cast of float32 to bfloat16 that may flush subnormals, so that one instruction suffices."""
 BITCAST_TO_FLOAT32 = "float_of_bits"
 """Bitcast of an int32 to float32."""
+BITCASTS: Mapping[tuple[DType, DType], str] = {
+    ("int32", "float32"): BITCAST_TO_FLOAT32,
+    ("float32", "int32"): "bits_of_float",
+    ("int64", "float64"): "double_of_bits",
+    ("float64", "int64"): "bits_of_double",
+    ("int16", "float16"): "half_of_bits",
+    ("float16", "int16"): "bits_of_half",
+    ("int16", "bfloat16"): "bfloat16_of_bits",
+    ("bfloat16", "int16"): "bits_of_bfloat16",
+}
+"""Bitcasts between floats and signed integers of their size."""
 PACK_BF16 = "pair"
 """Two bfloat16 packed into an int32; one load if they are adjacent in memory."""
 DOT2_PACKED_BF16 = "dot2_pairs"
@@ -94,7 +106,7 @@ INTRINSICS: Mapping[str, IntrinsicSignature] = {
     },
     ROUND_TO_INT32: IntrinsicSignature(("float32",), "int32"),
     NARROW: IntrinsicSignature(("float32",), "bfloat16"),
-    BITCAST_TO_FLOAT32: IntrinsicSignature(("int32",), "float32"),
+    **{name: IntrinsicSignature((source,), result) for (source, result), name in BITCASTS.items()},
     PACK_BF16: IntrinsicSignature(("bfloat16", "bfloat16"), "int32"),
     DOT2_PACKED_BF16: IntrinsicSignature(("float32", "int32", "int32"), "float32"),
     DOT2_PACKED_INT16: IntrinsicSignature(("int32", "int32", "int32"), "int32"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from relaxlite.ir.intrinsics import (
-    BITCAST_TO_FLOAT32,
+    BITCASTS,
     DOT2_PACKED_BF16,
     DOT2_PACKED_INT16,
     DOT4_PACKED_U8S8,
@@ -33,7 +33,7 @@ FLOPS: Mapping[str, int] = {
     LOOKUP: 0,
     PACK_BYTES: 0,
     NARROW: 0,
-    BITCAST_TO_FLOAT32: 0,
+    **dict.fromkeys(BITCASTS.values(), 0),
     ROUND_TO_INT32: 1,
     PACK_BF16: 0,
     DOT2_PACKED_BF16: 4,

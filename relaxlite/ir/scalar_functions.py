@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.intrinsics import (
-    BITCAST_TO_FLOAT32,
+    BITCASTS,
     DOT2_PACKED_BF16,
     DOT2_PACKED_INT16,
     DOT4_PACKED_U8S8,
@@ -225,8 +225,8 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
         return np.where(in_range, np.rint(np.where(in_range, args[0], 0)), -(2.0**31)).astype(np.int32)
     if name == NARROW:
         return cast(args[0], "bfloat16")
-    if name == BITCAST_TO_FLOAT32:
-        return args[0].view(np.float32)
+    if name in BITCASTS.values():
+        return args[0].view(dtypes.to_numpy(str(INTRINSICS[name].result)))
     if name == PACK_BF16:
         low, high = (a.view(np.uint16).astype(np.uint32) for a in args)
         return np.asarray(low | high << np.uint32(16)).astype(np.int32)

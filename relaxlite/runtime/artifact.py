@@ -346,7 +346,11 @@ def _entries_from_json(items: list[Any], code: bytes) -> dict[str, Entry]:
     entries = {}
     for (name, fields, _, heap_slots, reason), host_code in zip(items, objects, strict=True):
         signature = Signature(
-            _specs_from_json(fields["inputs"]), _specs_from_json(fields["outputs"]), tuple(fields["donated"])
+            _specs_from_json(fields["inputs"]),
+            _specs_from_json(fields["outputs"]),
+            tuple(fields["donated"]),
+            str(fields.get("structure", "")),
+            tuple(fields.get("state", ())),
         )
         entries[str(name)] = Entry(signature, HostCode(host_code, heap_slots, reason))
     return entries

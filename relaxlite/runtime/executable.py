@@ -161,11 +161,17 @@ def bound_problem(symbol: str, bound: SymbolBounds, value: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Inputs and outputs of an entry. `donated`: names of inputs whose arrays a call overwrites."""
+    """Inputs and outputs of an entry.
+
+    `donated`: names of inputs whose arrays a call overwrites. `structure`: nesting of arguments and results, text of a
+    `CallStructure`; empty for arrays in a row. `state`: names of the last inputs, which the executable keeps.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     donated: tuple[str, ...] = ()
+    structure: str = ""
+    state: tuple[str, ...] = ()
 
     @property
     def bounds(self) -> dict[str, SymbolBounds]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +22,11 @@ import numpy as np
 from relaxlite import config, dtypes
 from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
 from relaxlite.garbage import with_gc_disabled
+from relaxlite.nesting import INITIAL_STATE, CallStructure, nest, to_array, to_tensor, torch_of
 from relaxlite.runtime import artifact, scratch, threadpool
 from relaxlite.runtime.executable import ENTRY, ExecutableData, SymbolBounds, TensorSpec, bound_problem, disassemble
 from relaxlite.runtime.host import HostFailedError
+from relaxlite.runtime.state import State
 from relaxlite.runtime.tensor import Tensor, export_array, import_tensor
 from relaxlite.runtime.vm import VirtualMachine
 from relaxlite.runtime.weights import align_weights, place_weights
@@ -68,13 +72,17 @@ class Executable:
         """Set up calls of the entry of this name."""
         entry = self.data.entries[name]
         self._name, signature = name, entry.signature
-        self.inputs, self.outputs = Specs(signature.inputs), Specs(signature.outputs)
+        num_inputs = len(signature.inputs) - len(signature.state)  # the state is no argument
+        self.inputs, self.outputs = Specs(signature.inputs[:num_inputs]), Specs(signature.outputs)
         is_interpreted = config.get("interpret") or self._vm.check_memory
         self._host = None if is_interpreted else self._vm.host_function(entry)
         self._names = tuple(spec.name for spec in self.inputs)
         self._output_names = tuple(spec.name for spec in self.outputs)
-        self._plans = [_ArgumentCheck(spec) for spec in self.inputs]
-        self._donated = tuple(self._names.index(name) for name in signature.donated)
+        self._plans = [_ArgumentCheck(spec) for spec in signature.inputs]
+        all_names = [spec.name for spec in signature.inputs]
+        self._donated = tuple(all_names.index(name) for name in signature.donated)
+        self._structure = CallStructure.of_text(signature.structure) if signature.structure else None
+        self._state = State(signature.state, self.entry(INITIAL_STATE)) if signature.state else None
 
     def entry(self, name: str) -> Executable:
         """Another entry of the model as an executable that shares kernels and weights with this one.
@@ -93,6 +101,8 @@ class Executable:
         Arguments: objects with DLPack or the array interface, or lists of numbers. Raises InputError where they do not
         match the signature, ExecutionError where the model fails, OutOfMemoryError.
         """
+        if self._structure is not None:
+            return self._call_nested(self._structure, args, kwargs)
         results = self._call(self._ordered_arguments(args, kwargs) if kwargs or len(args) != len(self._names) else args)
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -106,6 +116,54 @@ class Executable:
             )
         results = self._call(self._ordered_arguments((), inputs))
         return dict(zip(self._output_names, results, strict=True))
+
+    def _call_nested(self, structure: CallStructure, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a model whose arguments and results are nested; tensors of PyTorch give such results."""
+        values = structure.arguments(args, kwargs)
+        torch = torch_of(values)
+        arrays = values if torch is None else [to_array(v) if isinstance(v, torch.Tensor) else v for v in values]
+        copies = self._dense_copies(arrays)
+        results = self._call(tuple(arrays))
+        for original, copy_of in copies:
+            original[...] = copy_of
+        return nest(structure.result, results, partial(to_tensor, torch) if torch else _identity)
+
+    def _dense_copies(self, arrays: list[Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Replace arrays that a call overwrites and that are not dense by copies; return pairs to write back."""
+        pairs = []
+        for number in self._donated:
+            if number < len(arrays) and isinstance(arrays[number], np.ndarray) and not arrays[number].flags.carray:
+                pairs.append((arrays[number], arrays[number].copy(order="C")))
+                arrays[number] = pairs[-1][1]
+        return pairs
+
+    @property
+    def state(self) -> State:
+        """The state that calls read and write, such as a cache in a buffer; array by name, `state.reset()`.
+
+        Raises InvalidArgumentError for a model without state.
+        """
+        if self._state is None:
+            raise InvalidArgumentError("the model has no state: it writes no buffer")
+        return self._state
+
+    def fresh(self) -> Executable:
+        """Return an executable that shares kernels and weights with this one and has a state of its own."""
+        executable = copy.copy(self)
+        executable._bind_entry(self._name)
+        return executable
+
+    def load_weights(self, weights: Mapping[str, Any] | str | os.PathLike[str]) -> None:
+        """Put other weights of the same shapes into the model, which was compiled with `updatable=True`.
+
+        weights: arrays or tensors by name, as a state_dict, or the path of a safetensors file. Kernels stay; the passes
+        run again, since they fold and pack weights. State starts anew. Executables that `fresh` and `entry` made keep
+        the old weights. Raises InvalidArgumentError with the names of what does not fit.
+        """
+        update = importlib.import_module("relaxlite.weights_update")  # the compiler, for this method only
+        name = self._name
+        self.__init__(update.with_weights(self.data, weights))  # type: ignore[misc]
+        self._bind_entry(name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the model to one file, for `relaxlite.load`. Raises ArtifactError."""
@@ -125,6 +183,8 @@ class Executable:
             values = self._ordered_arguments((), inputs)
         else:
             values = self._ordered_arguments(inputs if isinstance(inputs, tuple | list) else (inputs,), {})
+        if self._state is not None:
+            values = (*values, *(self._state[name] for name in self._state))  # copies: the state stays
         from relaxlite.runtime.profile import Recorder, measure  # lazily, to save memory
 
         recorder = Recorder(self.data.kernels)
@@ -137,7 +197,7 @@ class Executable:
             self._interpret(vm, self._import(values))
 
         profile = measure(run, recorder, runs=runs, threads=threads, limits=limits)
-        shapes = {spec.name: _describe(value, spec) for spec, value in zip(self.inputs, values, strict=True)}
+        shapes = {spec.name: _describe(value, spec) for spec, value in zip(self.inputs, values, strict=False)}
         return replace(profile, inputs=shapes)
 
     @property
@@ -188,6 +248,13 @@ class Executable:
         return tuple([arguments[name] for name in names])
 
     def _call(self, values: tuple[Any, ...]) -> list[np.ndarray]:
+        """Run the model on the arguments, and on its state."""
+        if self._state is None:
+            return self._call_compiled(values)
+        with self._state.lock:
+            return self._call_compiled((*values, *self._state.arrays))
+
+    def _call_compiled(self, values: tuple[Any, ...]) -> list[np.ndarray]:
         """Run the host function on the arguments, then on converted arguments; fall back to the interpreter."""
         host = self._host
         if host is not None:
@@ -228,6 +295,10 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, verify: bo
     reads the whole file.
     """
     return Executable(artifact.load(path, verify=verify), threads=threads, is_checked=True)
+
+
+def _identity(array: np.ndarray) -> np.ndarray:
+    return array
 
 
 def _describe(value: Any, spec: TensorSpec) -> str:

@@ -68,6 +68,7 @@ _RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], Any], int]] = {
     "group_norm": lambda attrs, args, result: math.prod(args[0].shape[1:]) // attrs["groups"],
     "mean_variance_normalize": lambda attrs, args, result: math.prod(args[0].shape[axis] for axis in attrs["axes"]),
     "lrn": lambda attrs, args, result: attrs["size"],
+    "adaptive_avg_pool": lambda attrs, args, result: math.prod(args[0].shape[args[0].ndim - len(args[1]) :]),
     "avg_pool": _pool_terms,
     "lp_pool": _pool_terms,
     "dft": lambda attrs, args, result: max(x.shape[attrs["axis"]] for x in (args[0], result)),

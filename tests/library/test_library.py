@@ -709,7 +709,7 @@ def test_openblas_starts_no_threads() -> None:
         import os
         from relaxlite.runtime import libraries
         before = len(os.listdir("/proc/self/task"))
-        libraries.find("openblas")
+        libraries.require_library("openblas")
         print(len(os.listdir("/proc/self/task")) - before)
     """
     if not os.path.isdir("/proc/self/task"):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from relaxlite.codegen.llvm import memory, scalars
-from relaxlite.codegen.llvm.bfloat16 import emit_bf16_pair, emit_round_to_bf16
+from relaxlite.codegen.llvm.bfloat16 import emit_bf16_pair, emit_round_to_bf16, is_rounded
 from relaxlite.codegen.llvm.bit_fields import bit_field, field_to_float
 from relaxlite.codegen.llvm.checked import emit_index
 from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, KernelContext
@@ -20,10 +20,11 @@ from relaxlite.codegen.llvm.extern_call import emit_library_present
 from relaxlite.codegen.llvm.indices import split_lane
 from relaxlite.codegen.llvm.lookup import emit_lookup
 from relaxlite.codegen.llvm.nearest import emit_nearest
-from relaxlite.codegen.llvm.types import convert, literal
+from relaxlite.codegen.llvm.types import convert, from_memory, literal, memory_elem, to_memory
+from relaxlite.dtypes import DType
 from relaxlite.errors import CodegenError
 from relaxlite.ir.intrinsics import (
-    BITCAST_TO_FLOAT32,
+    BITCASTS,
     DOT2_PACKED_BF16,
     DOT2_PACKED_INT16,
     DOT4_PACKED_U8S8,
@@ -117,10 +118,18 @@ def _intrinsic(k: KernelContext, value: Intrinsic) -> Val:
         return emit_round_to_bf16(k, value, emit_value)
     if value.name == LOOKUP:
         return emit_lookup(k, value, emit_value)
-    if value.name == BITCAST_TO_FLOAT32:
-        return k.e.cast("bitcast", emit_value(k, value.args[0]), "float")
+    if value.name in BITCASTS.values():
+        return _bitcast(k, value.args[0], value.dtype)
     a, b, c = (emit_value(k, arg) for arg in value.args)
     return k.e.fma(a, b, c)
+
+
+def _bitcast(k: KernelContext, value: Value, dtype: DType) -> Val:
+    """Reinterpret bits, in the form that values have in memory."""
+    raw = to_memory(k.e, emit_value(k, value), value.dtype, is_rounded=is_rounded(value))
+    if memory_elem(dtype) != memory_elem(value.dtype):
+        raw = k.e.cast("bitcast", raw, memory_elem(dtype))
+    return from_memory(k.e, raw, dtype)
 
 
 def _compare(k: KernelContext, value: Compare) -> Val:

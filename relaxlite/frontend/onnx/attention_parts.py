@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from relaxlite.frontend.common.unify import unify_dims
 from relaxlite.frontend.onnx.node import Node
-from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.ops.broadcast import PROVER

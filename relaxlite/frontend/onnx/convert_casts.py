@@ -61,7 +61,7 @@ def _cast_ir_types(n: Node, x: Expr, dtype: str) -> Result:
 
 @onnx_op("BitCast", since=26)
 def bit_cast(n: Node) -> Result:
-    """BitCast: reinterpret the bits as another type of the same size; floats are supported as constants only."""
+    """BitCast: reinterpret the bits as another type of the same size."""
     dtype, source = n.element_type("to"), n.dtype()
     value = n.const(0)
     if source == dtype:
@@ -70,6 +70,6 @@ def bit_cast(n: Node) -> Result:
         n.fail(f"a cast of the bits of {source} to {dtype}, which differ in size, is not supported")
     if value is not None:
         return Constant.of(np.ascontiguousarray(value).view(dtypes.to_numpy(dtype)))
-    if dtypes.is_float(dtype) or dtypes.is_float(source) or dtype == "bool":
+    if "bool" in (dtype, source):
         n.fail(f"a cast of the bits of {source} to {dtype} is supported for constants only")
-    return ops.cast(n.input(0), dtype=dtype)
+    return ops.bitcast(n.input(0), dtype=dtype)

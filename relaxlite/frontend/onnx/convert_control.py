@@ -8,12 +8,12 @@ from typing import Protocol
 import numpy as np
 from onnx import GraphProto
 
+from relaxlite.frontend.common.control_flow import Outputs, RankConflict
+from relaxlite.frontend.common.unify import unify_dims
 from relaxlite.frontend.onnx.convert_shapes import move_first_axis, normalize_axis
 from relaxlite.frontend.onnx.loop_sequences import StackedSequence, is_append_only, with_appended_outputs
-from relaxlite.frontend.onnx.loops import Outputs, RankConflict
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
-from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.frontend.onnx.unrolled import unroll_loop
 from relaxlite.frontend.onnx.validation import names_read
 from relaxlite.ir import ops

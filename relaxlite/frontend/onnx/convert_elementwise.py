@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 from relaxlite import dtypes
+from relaxlite.frontend.common.unify import unify_broadcast
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
-from relaxlite.frontend.onnx.unify import unify_broadcast
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.op import Op, get_op

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from relaxlite import dtypes
+from relaxlite.frontend.common.unify import unify_dims
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
-from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.ops.broadcast import PROVER

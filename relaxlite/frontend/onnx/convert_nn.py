@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from relaxlite.frontend.common.unify import unify_dims
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
-from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.frontend.onnx.window_padding import auto_pad, split_padding, window_pads
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr

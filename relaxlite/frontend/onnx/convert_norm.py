@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from relaxlite import dtypes
+from relaxlite.frontend.common.unify import unify_dims
 from relaxlite.frontend.onnx.convert_shapes import normalize_axis
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
-from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.op import Op, get_op

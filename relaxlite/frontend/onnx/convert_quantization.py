@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from relaxlite import dtypes
+from relaxlite.frontend.common.unify import unify_dims
 from relaxlite.frontend.onnx.convert_nn import conv_attributes
 from relaxlite.frontend.onnx.convert_shapes import normalize_axis
 from relaxlite.frontend.onnx.narrow import clipped, decode, encode
 from relaxlite.frontend.onnx.narrow_types import NarrowType
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
-from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from relaxlite.frontend.common.unify import unify_dims
 from relaxlite.frontend.onnx.convert_contrib import MICROSOFT
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
-from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.op import Op

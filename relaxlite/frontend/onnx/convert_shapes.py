@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from relaxlite import dtypes
+from relaxlite.frontend.common.slices import SliceRange, resolve_slice
+from relaxlite.frontend.common.unify import unify_dims
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
-from relaxlite.frontend.onnx.slices import SliceRange, resolve_slice
 from relaxlite.frontend.onnx.tensors import sparse_constant
-from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.ops.broadcast import PROVER, broadcast_dim

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
+from relaxlite.frontend.common.unify import unify_dims
 from relaxlite.frontend.onnx.convert_linalg import emit_matmul
 from relaxlite.frontend.onnx.convert_nn import kernel_of, per_axis, with_bias
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
-from relaxlite.frontend.onnx.unify import unify_dims
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.symbolic import SymExpr, as_int, product, sym

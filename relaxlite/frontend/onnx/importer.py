@@ -10,9 +10,10 @@ import onnx
 from onnx import AttributeProto
 
 from relaxlite.errors import ImportModelError, RelaxliteError
+from relaxlite.frontend.common.control_flow import ControlFlowBuilder
+from relaxlite.frontend.onnx.assumptions import Assumptions
 from relaxlite.frontend.onnx.functions import Expansion, expand_model_function, expand_schema
 from relaxlite.frontend.onnx.loading import LoadedModel, load_model
-from relaxlite.frontend.onnx.loops import Assumptions, ControlFlowBuilder
 from relaxlite.frontend.onnx.narrow_types import CONVERSION_OPS, DATA_MOVEMENT_OPS, SHAPE_QUERY_OPS, NarrowType
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, canonical_domain, find_converter
@@ -177,7 +178,7 @@ class GraphImporter:
         self._path: tuple[str, ...] = ()  # labels of the enclosing nodes
         self._expansions = 0
         self._reported: ImportModelError | None = None
-        self.flow = ControlFlowBuilder(bb, resolver, symbols)
+        self.flow = ControlFlowBuilder(bb, symbols.fresh, resolver.scope)
         self.narrow: dict[Expr, NarrowType] = {}  # element types that the IR lacks
 
     # names

@@ -14,23 +14,21 @@ from typing import TypeAlias
 import onnx
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError
+from relaxlite.frontend.common.bounds import Bounds, listed, parse_range
 from relaxlite.frontend.onnx.tensors import element_type
 from relaxlite.ir.symbolic import SymExpr, SymVar, floordiv, smax, smin, sym
 from relaxlite.ir.types import TensorType
 
 Dim: TypeAlias = "int | str | None"
 DynamicShapes: TypeAlias = "Mapping[str, Mapping[int, Dim] | Sequence[Dim]]"
-Bounds: TypeAlias = "Mapping[str, tuple[int | None, int | None] | str]"
 Fraction: TypeAlias = "tuple[SymExpr, int]"  # numerator and positive denominator
-
-_RANGE = re.compile(r"\s*(\d*)\s*(\.\.)?\s*(\d*)\s*")
 
 
 class SymbolTable:
     """The symbols of one model, by name, with the bounds that the caller gave."""
 
     def __init__(self, bounds: Bounds | None = None) -> None:
-        self._bounds = {name: _parse_range(name, value) for name, value in (bounds or {}).items()}
+        self._bounds = {name: parse_range(name, value) for name, value in (bounds or {}).items()}
         self._symbols: dict[str, SymVar] = {}
 
     def named(self, name: str) -> SymVar:
@@ -55,34 +53,7 @@ class SymbolTable:
         """Raise InvalidArgumentError if a name among the bounds is no symbol of the model."""
         for name in self._bounds:
             if name not in self._symbols:
-                raise InvalidArgumentError(f"bounds: the model has no symbol '{name}'; it has {_listed(self._symbols)}")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names) or "none"
-
-
-def _parse_range(name: str, value: tuple[int | None, int | None] | str) -> tuple[int, int | None]:
-    """ "1..512", "1..", "..512", "8" (at most 8), or a pair."""
-    if isinstance(value, str):
-        match = _RANGE.fullmatch(value)
-        if match is None or not (match[1] or match[3]):
-            raise InvalidArgumentError(
-                f"bounds of '{name}': {value!r} is not a range such as '1..512', '1..' or '..512'"
-            )
-        value = (
-            (int(match[1]) if match[1] else None, int(match[3]) if match[3] else None)
-            if match[2]
-            else (None, int(match[1]))
-        )
-    if not isinstance(value, tuple | list) or len(value) != 2 or any(not isinstance(v, int | None) for v in value):
-        raise InvalidArgumentError(
-            f"bounds of '{name}' must be a pair of integers or None, or text such as '1..512', not {value!r}"
-        )
-    lower, upper = value[0] or 0, value[1]
-    if lower < 0 or (upper is not None and upper < lower):
-        raise InvalidArgumentError(f"bounds of '{name}': no size lies in {lower}..{'' if upper is None else upper}")
-    return lower, upper
+                raise InvalidArgumentError(f"bounds: the model has no symbol '{name}'; it has {listed(self._symbols)}")
 
 
 # Inputs
@@ -98,7 +69,7 @@ def input_types(
     by_name = {i.name: i for i in inputs}
     for name in overrides or {}:
         if name not in by_name:
-            raise InvalidArgumentError(f"dynamic_shapes: the model has no input '{name}'; it has {_listed(by_name)}")
+            raise InvalidArgumentError(f"dynamic_shapes: the model has no input '{name}'; it has {listed(by_name)}")
     shapes = {i.name: _override(i.name, declared_dims(i), (overrides or {}).get(i.name)) for i in inputs}
     names = dict.fromkeys(d for dims in shapes.values() for d in dims if isinstance(d, str))
     simple = {name for name in names if _parse(name, names.keys() - {name}, table) is None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from relaxlite.ir.op import Op, all_ops, get_op
 from relaxlite.ir.ops import (  # noqa: F401  (importing a module registers its ops)
     activations,
+    bessel,
     binary,
     block_quantized,
     contraction,
@@ -19,6 +20,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (importing a module registers its 
     linalg,
     linear_attention,
     memory,
+    nn_adaptive_pool,
     nn_attention,
     nn_conv,
     nn_conv_transpose,
@@ -38,6 +40,8 @@ from relaxlite.ir.ops import (  # noqa: F401  (importing a module registers its 
     shape,
     slicing,
     sorting,
+    special,
+    special_series,
     window,
 )  # fmt: skip
 

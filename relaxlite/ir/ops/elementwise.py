@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
 from relaxlite.ir.expr import Expr
-from relaxlite.ir.intrinsics import NARROW
+from relaxlite.ir.intrinsics import BITCASTS, NARROW
 from relaxlite.ir.op import Attr, Op, Sample, register, register_op
 from relaxlite.ir.ops.broadcast import PROVER, broadcast_shapes, compute_broadcast
-from relaxlite.ir.ops.scalars import HALF, Scalar, in_float32
-from relaxlite.ir.program import Buffer, Cast, Intrinsic, Select, Stmt, Value, compute
+from relaxlite.ir.ops.scalars import HALF, Scalar, in_float32, select
+from relaxlite.ir.program import Buffer, Cast, Intrinsic, Literal, Select, Stmt, Value, compute
 from relaxlite.ir.symbolic import SymExpr, as_int, sym
 from relaxlite.ir.types import TensorType, Type
 
@@ -133,6 +133,15 @@ def _symbolic_not(x: SymExpr) -> bool | None:
     return None if as_int(x) is None else not as_int(x)
 
 
+def _log_to_base(x: Scalar, base: int) -> Scalar:
+    """Logarithm in float64, and the integer next to it where the base to that power is x."""
+    wide = x.cast("float64")
+    value = wide.unary("log") * (1 / math.log(base))
+    integer = value.unary("round")
+    power = integer.exp2() if base == 2 else Scalar(Literal(float(base), "float64")).binary("pow", integer)
+    return select(power.equals(wide), integer, value).cast(x.dtype)
+
+
 _ERF = np.vectorize(math.erf, otypes=[np.float64])
 
 unary("neg", "-x", "neg", np.negative, accepts=NUMBER, symbolic=lambda x: -x)
@@ -143,9 +152,15 @@ unary("rsqrt", "1 / sqrt(x)", lambda x: 1.0 / x.unary("sqrt"), lambda x: 1 / np.
 unary("reciprocal", "1 / x", lambda x: 1.0 / x, lambda x: 1 / x)
 unary("floor", "The greatest integer <= x.", "floor", np.floor)
 unary("ceil", "The least integer >= x.", "ceil", np.ceil)
+unary("trunc", "x rounded towards zero", "trunc", np.trunc)
 unary("round", "The nearest integer, halves to even.", "round", np.round)
 unary("exp", "e to the power x", "exp", np.exp)
 unary("log", "The natural logarithm.", "log", np.log, positive=True)
+unary("log2", "The logarithm to base 2, exact for powers of 2.", lambda x: _log_to_base(x, 2), np.log2, positive=True)
+unary(
+    "log10", "The logarithm to base 10, exact for powers of 10.", lambda x: _log_to_base(x, 10), np.log10, positive=True
+)
+unary("exp2", "2 to the power x", "exp2", np.exp2)
 unary("log1p", "log(1 + x), exact for small x", "log1p", np.log1p, positive=True)
 unary("expm1", "exp(x) - 1, exact for small x", "expm1", np.expm1)
 unary("sin", "The sine of x in radians.", "sin", np.sin)
@@ -222,6 +237,45 @@ class CastOp(Op):
         for source in ("float32", "int64", "bool"):
             for target in ("float32", "float16", "float64", "int64", "int8", "uint8", "bool"):
                 yield Sample((("n", 3),), {"dtype": target}, (source,))
+
+
+@register
+class Bitcast(Op):
+    """Reinterpret the bits of numbers as another dtype of the same size."""
+
+    name = "bitcast"
+    operands = ("x",)
+    attrs = {"dtype": Attr("dtype")}
+
+    def infer(self, x: Expr, *, dtype: DType) -> Type:
+        ty = self.tensor(x, "x")
+        if "bool" in (dtype, ty.dtype) or dtypes.itemsize(dtype) != dtypes.itemsize(ty.dtype):
+            self.fail(f"the bits of {ty.dtype} are not those of a {dtype}")
+        return TensorType(ty.shape, dtype, ty.rank)
+
+    def lower(self, x: Buffer, *, out: Buffer, dtype: DType) -> Stmt:
+        bits = f"int{8 * dtypes.itemsize(dtype)}"
+
+        def element(value: Value) -> Value:
+            if dtypes.is_float(value.dtype) and value.dtype != dtype:
+                value = Intrinsic(BITCASTS[value.dtype, bits], (value,), bits)
+            elif not dtypes.is_float(value.dtype) and dtypes.is_float(dtype):
+                value = Scalar(value).cast(bits).value
+            if value.dtype == dtype:
+                return value
+            return Intrinsic(BITCASTS[bits, dtype], (value,), dtype) if dtypes.is_float(dtype) else Cast(value, dtype)
+
+        return compute(out, lambda *i: element(x[i]))
+
+    def reference(self, x: Any, *, dtype: DType) -> Any:
+        return np.ascontiguousarray(x).view(dtypes.to_numpy(dtype)).reshape(x.shape)
+
+    def samples(self) -> Iterable[Sample]:
+        for source, target in (
+            ("float32", "int32"), ("int32", "float32"), ("float64", "int64"), ("float16", "uint16"),
+            ("bfloat16", "int16"), ("int16", "bfloat16"), ("uint8", "int8"), ("float16", "bfloat16"),
+        ):  # fmt: skip
+            yield Sample((("n", 3),), {"dtype": target}, (source,))
 
 
 def _symbolic_bool(x: SymExpr) -> bool | None:

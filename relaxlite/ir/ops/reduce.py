@@ -1,4 +1,4 @@
-"""Reductions over axes, arg-reductions and cumulative sums and products.
+"""Reductions over axes, arg-reductions and cumulative sums, products and extremes.
 
 `axes=None` reduces every axis, `axes=()` none. Half-precision floats accumulate in float32. An empty reduction yields
 the identity of its operation: 0, 1, or for max and min the least and greatest value of the dtype.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -407,7 +407,7 @@ class _Scan(Op):
     def reference(self, x: Any, *, axis: int, exclusive: bool, reverse: bool) -> Any:
         wide = x.astype(np.float32) if x.dtype.name in HALF else x
         wide = np.flip(wide, axis) if reverse else wide
-        function, start = (np.cumsum, 0) if self.combine == "add" else (np.cumprod, 1)
+        function, start = _SCANS[self.combine], identity(self.combine, wide.dtype.name).value
         if exclusive:
             first, rest = np.split(np.roll(wide, 1, axis), [1], axis)
             wide = np.concatenate([np.full_like(first, start), rest], axis)
@@ -418,6 +418,14 @@ class _Scan(Op):
         for attrs in ({"axis": 0}, {"axis": -1, "exclusive": True}, {"axis": 1, "reverse": True, "exclusive": True}):
             yield Sample((("n", 3),), attrs, tolerance=1e-4)
         yield Sample(((4, "n"),), {"axis": 1}, ("int64",))
+
+
+_SCANS: Mapping[str, Callable[..., Any]] = {
+    "add": np.cumsum,
+    "mul": np.cumprod,
+    "max": np.maximum.accumulate,
+    "min": np.minimum.accumulate,
+}
 
 
 @register
@@ -434,3 +442,64 @@ class CumProd(_Scan):
 
     name = "cumprod"
     combine = "mul"
+
+
+@register
+class CumMax(_Scan):
+    """Cumulative maximum along an axis, NaN from the first one on; `exclusive` and `reverse` as in cumsum."""
+
+    name = "cummax"
+    combine = "max"
+
+
+@register
+class CumMin(_Scan):
+    """Cumulative minimum along an axis, NaN from the first one on; `exclusive` and `reverse` as in cumsum."""
+
+    name = "cummin"
+    combine = "min"
+
+
+@register
+class LogCumSumExp(_Scan):
+    """Logarithm of the cumulative sum of exp(x) along an axis, without overflow."""
+
+    name = "log_cumsum_exp"
+    attrs = {"axis": Attr("int")}
+    is_symbolic = False
+
+    def infer(self, x: Expr, *, axis: int) -> Type:  # type: ignore[override]
+        ty = self.tensor(x, "x")
+        check_dtype(self, ty, FLOAT)
+        normalize_axis(self, axis, ty.rank or 0)
+        return ty
+
+    def lower(self, x: Buffer, *, out: Buffer, axis: int) -> Stmt:  # type: ignore[override]
+        axis = normalize_axis(self, axis, len(x.shape))
+        total = Buffer.of("total", (1,), "float32" if x.dtype in HALF else x.dtype, "local")
+        zero = (sym(0),)
+
+        def row(*outer: SymExpr) -> Stmt:
+            def step(t: SymExpr) -> Stmt:
+                at = (*outer[:axis], t, *outer[axis:])
+                value = _log_add_exp(Scalar(total[0]), Scalar(x[at]).cast(total.dtype))
+                return seq(Store(total, zero, value.value), Store(out, at, Scalar(total[0]).cast(out.dtype).value))
+
+            start = literal(float("-inf"), total.dtype)
+            return Allocate(total, seq(Store(total, zero, start), loops("t", (x.shape[axis],), step)))
+
+        return loops("ijklmn", (*x.shape[:axis], *x.shape[axis + 1 :]), row)
+
+    def reference(self, x: Any, *, axis: int) -> Any:  # type: ignore[override]
+        with np.errstate(all="ignore"):
+            return np.logaddexp.accumulate(x.astype(np.float64), axis=axis).astype(x.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("n", 3),), {"axis": 0}, tolerance=1e-4)
+        yield Sample(((2, "n", 3),), {"axis": 1}, tolerance=1e-4)
+
+
+def _log_add_exp(a: Scalar, b: Scalar) -> Scalar:
+    """log(exp(a) + exp(b)) as max(a, b) + log(1 + exp(-|a - b|)); equal infinities stay as they are."""
+    same = a.unary("isinf") & a.equals(b)
+    return select(same, a, a.maximum(b) + (-(a - b).abs()).exp().log1p())

@@ -1,4 +1,5 @@
-"""Stable sorting along an axis, with NaN as the greatest value (as in NumPy and PyTorch): argsort, sort, top_k."""
+"""Stable sorting along an axis, with NaN as the greatest value (as in NumPy and PyTorch): argsort, sort, top_k;
+and binary search in sorted rows."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from relaxlite.ir.expr import Call, Expr, ShapeValue, Tuple
 from relaxlite.ir.op import Attr, Op, Sample, get_op, register, shape_value
 from relaxlite.ir.ops.broadcast import PROVER, Shape, format_shape
 from relaxlite.ir.ops.elementwise import NUMBER, check_dtype
+from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.reduce import normalize_axis
 from relaxlite.ir.ops.scalars import Scalar, index, literal, select
-from relaxlite.ir.program import Allocate, Buffer, Check, For, IfThenElse, LetIndex, Stmt, Store, loops, seq
+from relaxlite.ir.program import Allocate, Buffer, Check, For, IfThenElse, LetIndex, Load, Stmt, Store, loops, seq
 from relaxlite.ir.symbolic import IntLike, SymExpr, SymVar, as_int, ceildiv, smin, sym, syms
 from relaxlite.ir.types import TensorType, TupleType, Type
 
@@ -252,3 +254,64 @@ def _insert_all(x: Buffer, out: tuple[Buffer, Buffer], at: At, size: SymExpr, k:
 
     t = SymVar("t")
     return Allocate(place, For(t, size, attempt(t)))
+
+
+@register
+class SearchSorted(Op):
+    """Number of elements of a sorted row before which x belongs: of those < x, or with `right` of those <= x.
+
+    rows (b..., n) sorted along the last axis, x (b..., m): int64 (b..., m). NaN belongs at the end.
+    """
+
+    name = "search_sorted"
+    operands = ("rows", "x")
+    attrs = {"right": Attr("bool", False)}
+
+    def infer(self, rows: Expr, x: Expr, *, right: bool) -> Type:
+        ty, points = self.tensor(rows, "rows"), self.tensor(x, "x")
+        check_dtype(self, ty, NUMBER, "rows")
+        check_dtype(self, points, (ty.dtype,), "x")
+        dims, outer = points.shape or (), (ty.shape or ())[:-1]
+        if not ty.rank or len(dims) != ty.rank or any(map(PROVER.can_prove_ne, outer, dims[:-1])):
+            self.fail(f"rows {ty} and x {points} must agree in all dimensions but the last")
+        return TensorType.of(dims, "int64")
+
+    def lower(self, rows: Buffer, x: Buffer, *, out: Buffer, right: bool) -> Stmt:
+        size = rows.shape[-1]
+        known = as_int(size)
+        steps = 63 if known is None else known.bit_length()
+        bounds = Buffer.of("bounds", (2,), "int64", "local")
+        low, high = (Scalar(bounds[k]) for k in range(2))
+
+        def element(*i: SymExpr) -> Stmt:
+            point = Scalar(x[i])
+
+            def halve(middle: SymVar) -> Stmt:
+                value = Scalar(Load(rows, (*i[:-1], middle)))
+                goes_right = ~(value > point) if right else ~(value >= point)
+                store_low = Store(bounds, syms((0,)), (index(middle) + 1).value)
+                return IfThenElse(goes_right.value, store_low, Store(bounds, syms((1,)), index(middle).value))
+
+            middle = low + (high - low).binary("shift_right", 1)
+            step = IfThenElse((low < high).value, _let("middle", middle, halve))
+            start = seq(Store(bounds, syms((0,)), literal(0, "int64")), Store(bounds, syms((1,)), index(size).value))
+            return seq(start, loops("s", (steps,), lambda _: step), Store(out, i, low.value))
+
+        pairs = zip(rows.shape[:-1], x.shape[:-1], strict=True)
+        checks = equality_checks("search_sorted: rows and x differ in a leading dimension", *pairs)
+        return seq(*checks, Allocate(bounds, loops("ijklmn", out.shape, element)))
+
+    def reference(self, rows: Any, x: Any, *, right: bool) -> Any:
+        out = np.empty(x.shape, np.int64)
+        for at in np.ndindex(x.shape[:-1]):
+            out[at] = np.searchsorted(rows[at], x[at], "right" if right else "left")
+        return out
+
+    def samples(self) -> Iterable[Sample]:
+        def draw(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+            return np.sort(draw_with_ties(shape, rng), -1)
+
+        makes = {0: draw, 1: draw_with_ties}
+        yield Sample(((2, "n"), (2, "m")), {}, ("float32", "float32"), make=makes)
+        yield Sample((("n",), ("m",)), {"right": True}, ("int64", "int64"), make=makes)
+        yield Sample((("n", 5), ("n", 3)), {"right": True}, ("float32", "float32"), make=makes)

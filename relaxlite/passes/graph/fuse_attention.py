@@ -110,6 +110,8 @@ class _FuseAttention(Rewriter):
             return None
         if value.callee.name == "transpose":
             return self._fold_output_transpose(value)
+        if value.callee.name == "attention":
+            return self._fold_operands(value)
         if value.callee.name != "matmul":
             return None
         weights = self._without_nan_guard(value.args[0])
@@ -292,6 +294,23 @@ class _FuseAttention(Rewriter):
             ):
                 return _Repeated(source.args[0], axis, times)
         return None
+
+    def _fold_operands(self, attention: Call) -> Expr | None:
+        """Fold transposes and repeated heads of the operands into the attributes of an attention."""
+        q, k, v, *masks = attention.args
+        attrs = dict(attention.attrs)
+        is_plain = attrs["group"] == 1 and attrs["k_axes"] is None and attrs["v_axes"] is None
+        sources = [self._source(q), self._source(k, grouped=is_plain), self._source(v, grouped=is_plain)]
+        if sources[1].group != sources[2].group:
+            sources[1:] = [self._source(k), self._source(v)]
+        for name, source in zip(("q_axes", "k_axes", "v_axes"), sources, strict=True):
+            outer = _permutation(attrs[name])
+            attrs[name] = source.axes if outer is None else tuple((source.axes or range(len(outer)))[a] for a in outer)
+        attrs["group"] = sources[1].group if is_plain else attrs["group"]
+        if all(source.expr is x for source, x in zip(sources, (q, k, v), strict=True)):
+            return None
+        folded = get_op("attention")(*(source.expr for source in sources), *masks, **attrs, loc=attention.loc)
+        return folded if _equal(_shape(folded), _shape(attention)) else None
 
     def _fold_output_transpose(self, transpose: Call) -> Expr | None:
         """Fold transpose(attention(...)) into the output axes of the attention."""

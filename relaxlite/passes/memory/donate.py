@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from relaxlite.errors import PassError
 from relaxlite.ir.attributes import DONATED, READS_APART, WRITES_INPUTS
-from relaxlite.ir.expr import Attrs, Call, Expr, Function, GlobalVar, Let, Tuple, TupleGetItem, Var
+from relaxlite.ir.expr import NO_ATTRS, Attrs, Call, Expr, Function, GlobalVar, Let, Tuple, TupleGetItem, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import Buffer, Check, Load, Stmt, TensorProgram, compute, seq
 from relaxlite.ir.program_visitor import Substitute, loads, program_symbols, stores
@@ -170,17 +170,32 @@ class _Donate(Rewriter):
         result = function.body.result
         fields = result.fields if isinstance(result, Tuple) else (result,)
         results, new_contents = fields[: -len(self._donated_params)], fields[-len(self._donated_params) :]
-        original_results = [field for field in results if field not in self._new_memory]
-        if any(root in self._donated_params for field in original_results for root in self._aliases.roots(field)):
-            raise PassError("a result lies in the memory of a donated parameter, which is overwritten")
         with self.bb.body() as scope:
             for binding in function.body.bindings():
                 self.bb.append(binding)
+            results = tuple(self._copied(field) if self._is_donated(field) else field for field in results)
             for param, value in zip(self._donated_params, new_contents, strict=True):
                 if value is not param:
                     self._copy_back(param, value)
             self.bb.result(results[0] if len(results) == 1 else Tuple(results))
         return replace(function, body=self.bb.finish(scope))
+
+    def _is_donated(self, result: Expr) -> bool:
+        """Whether a result lies in the memory of a donated parameter, which later calls overwrite."""
+        if result in self._new_memory:
+            return False
+        return any(root in self._donated_params for root in self._aliases.roots(result))
+
+    def _copied(self, value: Expr) -> Expr:
+        """A copy of a result in new memory."""
+        assert isinstance(value.ty, TensorType) and value.ty.shape is not None
+        source, out = (Buffer(name, value.ty.shape, value.ty.dtype) for name in ("x", "out"))
+        body = compute(out, lambda *i: source[i])
+        symbols = program_symbols((source, out), body)
+        program = TensorProgram((source, out), symbols, body, 1, NO_ATTRS)
+        name = getattr(value, "name", "constant")
+        self._context.decide("donate", name, False, "a result in donated memory is copied")
+        return self.bb.emit(Call(self._table.add("copy", program), (value,), sym_args=symbols, ty=value.ty), name)
 
     def _copy_back(self, param: Var, value: Expr) -> None:
         if value in self._donated_params:

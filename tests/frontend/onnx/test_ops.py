@@ -11,7 +11,7 @@ from onnx import helper
 
 import relaxlite
 from relaxlite.errors import ExecutionError, ImportModelError
-from relaxlite.frontend.onnx import from_onnx, onnx_op
+from relaxlite.frontend.onnx import from_onnx, onnx_op, registry
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.ir import ops
 from relaxlite.ir.expr import If, Let, Loop, MatchShape
@@ -413,7 +413,9 @@ def test_ops_without_a_converter_use_the_body_that_onnx_gives() -> None:
     assert np.allclose(run(proto, x, target), expected, atol=1e-6)
 
 
-def test_a_converter_from_outside() -> None:
+def test_a_converter_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_converters", dict(registry._converters))  # it is gone after the test
+
     @onnx_op("TwiceForTests", domain="my.tests")
     def twice(n: Node) -> Any:
         return ops.multiply(n.input(0), np.float32(n.float("factor", 2.0)))

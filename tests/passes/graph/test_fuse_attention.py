@@ -14,7 +14,9 @@ from relaxlite.ir.attributes import SCHEDULE
 from relaxlite.ir.expr import Call, Expr, Let, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
+from relaxlite.ir.types import TensorType
 from relaxlite.passes.context import PassContext
+from relaxlite.passes.graph.eliminate import eliminate_dead
 from relaxlite.passes.graph.fuse_attention import fuse_attention
 from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
@@ -390,3 +392,36 @@ def test_queries_that_see_nothing_get_zeros_where_the_graph_says_so() -> None:
         got = exe(q, k, v, mask)
         assert not got[:, :, 1:3].any()
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_transposes_and_repeats_before_an_attention_op_become_attributes(is_repeated: bool) -> None:
+    bb = rl.BlockBuilder()
+    b, m = bb.symbol("b"), bb.symbol("m")
+    heads = 2 if is_repeated else 4
+    types = {"q": TensorType.of((b, m, 4, 8), "float32")}
+    types |= {name: TensorType.of((b, m, heads, 8), "float32") for name in "kv"}
+    with bb.function("main", **types) as params:
+        q, k, v = (bb.emit(ops.transpose(x, axes=(0, 2, 1, 3))) for x in params)
+        if is_repeated:
+            k, v = (
+                bb.emit(
+                    ops.reshape(
+                        bb.emit(ops.broadcast_to(bb.emit(ops.expand_dims(x, axes=(2,))), (b, 2, 2, m, 8))), (b, 4, m, 8)
+                    )
+                )
+                for x in (k, v)
+            )
+        out = bb.emit(ops.attention(q, k, v, scale=0.5))
+        bb.result(bb.emit(ops.transpose(out, axes=(0, 2, 1, 3))))
+    module = bb.module()
+    result = fuse_attention(module, PassContext(Target.parse("llvm")))
+    assert op_names(eliminate_dead(result)) == ["attention"]
+    exe, rng = rl.compile(module), np.random.default_rng(0)
+    for size in (1, 3, 17):
+        arrays = [rng.standard_normal((2, size, h, 8)).astype(np.float32) for h in (4, heads, heads)]
+        q, k, v = (np.repeat(x.transpose(0, 2, 1, 3), 4 // x.shape[2], axis=1) for x in arrays)
+        scores = q @ k.transpose(0, 1, 3, 2) * 0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        wanted = (weights / weights.sum(-1, keepdims=True) @ v).transpose(0, 2, 1, 3)
+        np.testing.assert_allclose(exe(*arrays), wanted, atol=1e-5)

@@ -320,8 +320,8 @@ def test_validation_holds_later_passes_to_what_words_round_to() -> None:
     cases = Validator(module).cases
     assert len(cases) > 2 and all(isinstance(case.outcome, Expected) for case in cases)
     for case in cases:
-        (result,), (spread,) = case.outcome.values, case.outcome.spread  # type: ignore[union-attr]
-        assert np.all(spread <= 1e-2 * np.abs(result).max(initial=1))
+        (result,), (error,) = case.outcome.values, case.outcome.rounding_error  # type: ignore[union-attr]
+        assert np.all(error <= 1e-2 * np.abs(result).max(initial=1))
 
 
 class _LessTaken(ProgramRewriter):

@@ -264,7 +264,7 @@ CASES = {
         WAVE,
         lambda s: s.reorder("j", "i"),
         r"loops j, i cannot be brought into this order: the load of out\[i, j \+ 1\] and the store to out\[i \+ 1, j\]",
-        {(loops, "order_matters"): nothing},
+        {(loops, "blocks_reordering"): nothing},
     ),
     "split without a rest": Case(
         SUM,
@@ -291,7 +291,7 @@ CASES = {
         PAIR,
         lambda s: s.distribute("i"),
         r"of loop 'i' cannot be taken apart: the store to out\[i\] and the (load of|store to) out\[i \+ 1\]",
-        {(loops, "comes_too_late"): nothing},
+        {(loops, "blocks_distribution"): nothing},
     ),
     "decompose a reduction": Case(
         RUNNING,

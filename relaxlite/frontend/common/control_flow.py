@@ -7,18 +7,15 @@ branches or iterations, are unknown outside: a MatchShape after the If or Loop b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from contextlib import AbstractContextManager
 
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.onnx.shape_values import ShapeResolver
-from relaxlite.frontend.onnx.symbols import SymbolTable
 from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Body, Expr, If, Loop, Tuple, TupleGetItem, Var
 from relaxlite.ir.ops.broadcast import PROVER
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int
 from relaxlite.ir.types import TensorType, TupleType
-from relaxlite.records import dataclass
 
 Dims = tuple["SymExpr | None", ...]  # None: not known outside of the body
 Outputs = tuple[Expr, list[Expr]]  # next condition, next values
@@ -30,43 +27,14 @@ class RankConflict(ImportModelError):
     """An output of an If has different ranks in its branches."""
 
 
-@dataclass
-class Assumptions:
-    """Assumptions about data on which ranks depend: the branch of an If, whether a symbolic size is 1 and squeezed.
-
-    An import that fails is repeated with the next combination of assumptions. Each assumption is checked at run time.
-    """
-
-    _assumed: dict[str, bool] = field(default_factory=dict)  # location of the node -> the assumption
-    _reasons: dict[str, str] = field(default_factory=dict)
-
-    def assume(self, place: str, why: str) -> bool:
-        """Return the assumption for a node, True in the first import; `why` explains it to users."""
-        self._reasons[place] = why
-        return self._assumed.setdefault(place, True)
-
-    def next(self) -> bool:
-        """Advance to the next combination of assumptions; False if all have been tried."""
-        for place in reversed(self._assumed):
-            if self._assumed[place]:
-                self._assumed[place] = False
-                return True
-            self._assumed = {p: t for p, t in self._assumed.items() if p != place}
-        return False
-
-    def messages(self) -> tuple[str, ...]:
-        """Return a message for each assumption that is checked at run time."""
-        return tuple(
-            f"{place}: taken to be {str(taken).lower()}: {self._reasons[place]}"
-            for place, taken in self._assumed.items()
-        )
-
-
 class ControlFlowBuilder:
     """Adds If and Loop to the body under construction."""
 
-    def __init__(self, bb: BlockBuilder, resolver: ShapeResolver, symbols: SymbolTable) -> None:
-        self._bb, self._resolver, self._symbols = bb, resolver, symbols
+    def __init__(
+        self, bb: BlockBuilder, fresh: Callable[[str], SymVar], scope: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """fresh: makes a symbol of a new name. scope: opens a scope of what the frontend learns inside a body."""
+        self._bb, self._fresh, self._open_scope = bb, fresh, scope
 
     # branches
 
@@ -92,7 +60,7 @@ class ControlFlowBuilder:
         self, convert: Callable[[], list[Expr]], common_ranks: Mapping[int, int]
     ) -> tuple[Body, list[TensorType]]:
         """Convert a body; `common_ranks`: output -> the rank to reshape its one element to."""
-        with self._bb.body() as scope, self._resolver.scope():
+        with self._bb.body() as scope, self._open_scope():
             outputs = [self._bb.leaf(x) for x in convert()]
             for k, rank in common_ranks.items():
                 if _tensor_type(outputs[k]).rank != rank:
@@ -105,7 +73,7 @@ class ControlFlowBuilder:
         item = self._bb.emit(TupleGetItem(value, index), name)
         if None not in dims:
             return item
-        shape = [self._symbols.fresh(f"{name}_dim{k}") if d is None else d for k, d in enumerate(dims)]
+        shape = [self._fresh(f"{name}_dim{k}") if d is None else d for k, d in enumerate(dims)]
         return self._bb.match_shape(item, tuple(shape), name)
 
     # loops
@@ -139,7 +107,7 @@ class ControlFlowBuilder:
     def _loop_body(
         self, params: tuple[Var, ...], make: Callable[[Sequence[Var]], Outputs]
     ) -> tuple[Body, list[TensorType]]:
-        with self._bb.body() as scope, self._resolver.scope():
+        with self._bb.body() as scope, self._open_scope():
             cond, values = make(params)
             leaves = [self._fit_single(p, self._bb.leaf(x)) for p, x in zip(params, values, strict=True)]
             self._bb.result(Tuple((self._bb.leaf(cond), *leaves)))
@@ -163,7 +131,7 @@ class ControlFlowBuilder:
         for k, (old, new) in enumerate(zip(now.shape, after.shape, strict=True)):
             is_own = isinstance(old, SymVar) and old.serial > marker
             same = is_own or PROVER.can_prove_equal(old, new)
-            dims.append(old if same else self._symbols.fresh(f"{name}_dim{k}"))
+            dims.append(old if same else self._fresh(f"{name}_dim{k}"))
         return TensorType.of(tuple(dims), now.dtype) if tuple(dims) != now.shape else now
 
     def _finish_loop(
@@ -187,7 +155,7 @@ class ControlFlowBuilder:
         for k, param in enumerate(params):
             item = self._bb.emit(TupleGetItem(loop, k), param.name)
             if fields[k].shape is None:
-                shape = [self._symbols.fresh(f"{param.name}_dim{a}") if d is None else d for a, d in enumerate(dims[k])]
+                shape = [self._fresh(f"{param.name}_dim{a}") if d is None else d for a, d in enumerate(dims[k])]
                 results.append(self._bb.match_shape(item, tuple(shape), param.name))
             else:
                 results.append(item)

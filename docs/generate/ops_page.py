@@ -1,20 +1,18 @@
-"""Write docs/ops.md, the table of all operators, from their declarations: python docs/generate_ops.py"""
+"""docs/ops.md: the table of all operators, from their declarations."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 from itertools import groupby
-from pathlib import Path
 
+from docs.generate.page_text import first_paragraph, table
 from relaxlite.ir import ops
 from relaxlite.ir.op import REQUIRED, Op, all_ops
 
-TARGET = Path(__file__).with_name("ops.md")
 HEAD = """\
 # The operators
 
-Made by `python docs/generate_ops.py` from the declarations in `relaxlite/ir/ops/`, one section per file. In Python an
+Made by `python -m docs.generate` from the declarations in `relaxlite/ir/ops/`, one section per file. In Python an
 op is `relaxlite.ops.NAME`. An operand with `?` may be left out, `*` stands for any number; attributes are keywords.
 """
 
@@ -32,8 +30,8 @@ def _file(op: Op) -> str:
 
 def _section(file: str, members: list[Op]) -> str:
     module = importlib.import_module(f"{ops.__name__}.{file}")
-    rows = [f"| `{_signature(op)}` | {_first_paragraph(op)} |" for op in members]
-    return "\n".join([f"## {file}", "", _first_paragraph(module), "", "| op | meaning |", "| --- | --- |", *rows, ""])
+    rows = [[f"`{_signature(op)}`", first_paragraph(op)] for op in members]
+    return "\n".join([f"## {file}", "", first_paragraph(module), "", table(["op", "meaning"], rows), ""])
 
 
 def _signature(op: Op) -> str:
@@ -41,12 +39,3 @@ def _signature(op: Op) -> str:
     is_open = any(operand.startswith("*") for operand in op.operands)  # what follows is a keyword anyway
     star = ["*"] if attrs and not is_open else []
     return f"{op.name}({', '.join([*op.operands, *star, *attrs])})"
-
-
-def _first_paragraph(documented: object) -> str:
-    text = inspect.cleandoc(documented.__doc__ or "").partition("\n\n")[0]
-    return " ".join(text.split()).replace("|", "\\|").replace("*", "\\*")
-
-
-if __name__ == "__main__":
-    TARGET.write_text(render(), "utf-8")

@@ -1,0 +1,238 @@
+"""Import of an exported program as one IRModule: inputs, state, weights, results.
+
+`main` takes the tensors among the user's arguments, then the state: the buffers that the model writes. The last results
+are the new contents of the state and of the arguments that the model writes (attribute `donated`). `initial_state`
+gives the exported contents of the state. Parameters and other buffers are constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
+
+from relaxlite.errors import ImportModelError
+from relaxlite.frontend.common.bounds import Bounds
+from relaxlite.frontend.torch import signature
+from relaxlite.frontend.torch.dtypes import dtype_name, to_numpy
+from relaxlite.frontend.torch.importer import GraphImporter
+from relaxlite.frontend.torch.node import Complex
+from relaxlite.frontend.torch.symbols import sympy_of
+from relaxlite.ir import ops
+from relaxlite.ir.attributes import (
+    CALL_STRUCTURE,
+    DONATED,
+    EXPORTED,
+    INPUT_NAMES,
+    OUTPUT_NAMES,
+    STATE,
+    TIED,
+    UNUSED,
+    WEIGHTS,
+)
+from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
+from relaxlite.ir.module import IRModule
+from relaxlite.ir.symbolic import SymExpr, sym
+from relaxlite.ir.types import TensorType
+from relaxlite.nesting import INITIAL_STATE
+
+DimNames = Mapping[tuple[str, int], str]  # (placeholder, axis) -> the name that the user gave
+_LARGE_STATE = 1 << 14  # bytes; a larger state of equal elements is filled in, not stored
+_MUTATIONS = tuple(
+    kind
+    for name in ("BUFFER_MUTATION", "PARAMETER_MUTATION", "USER_INPUT_MUTATION")
+    if (kind := getattr(OutputKind, name, None)) is not None
+)
+
+
+class ProgramImporter(GraphImporter):
+    """Imports one functional program."""
+
+    def __init__(self, program: ExportedProgram, names: DimNames | None = None, bounds: Bounds | None = None) -> None:
+        super().__init__(program.range_constraints, bounds)
+        self.program, self.names = program, names or {}
+        self._params: list[Var] = []
+        self._state: list[tuple[str, torch.Tensor, Var]] = []
+        self._inputs: list[signature.Leaf] = []  # one for each leaf of the user's arguments
+        self._sizes: list[tuple[Var, Any, str]] = []  # integer arguments, and the symbols that they bind
+
+    def run(self) -> IRModule:
+        """Import the program."""
+        self._define_inputs()
+        self.symbols.check_bounds_used()
+        with self.bb.body() as scope:
+            for param, symbol, name in self._sizes:
+                self._bind_size(param, symbol, name)
+            outputs = self.nodes(self.program.graph_module)
+            results, leaves, updates = self._results(outputs)
+            written = [param for param, _ in updates]
+            fields = tuple(self.bb.leaf(x) for x in (*results, *(value for _, value in updates)))
+            self.bb.result(fields[0] if len(fields) == 1 else Tuple(fields))
+        params = (*self._params, *(param for _, _, param in self._state))
+        attrs: dict[str, AttrValue] = {
+            INPUT_NAMES: tuple(p.name for p in params),
+            OUTPUT_NAMES: tuple(leaf.name for leaf in leaves if leaf.is_tensor)
+            + tuple(f"{p.name}.new" for p in written),
+            CALL_STRUCTURE: signature.structure_text(self.program, self._inputs, leaves),
+        }
+        if updates:
+            attrs[DONATED] = tuple(params.index(p) for p in written)
+        if self._state:
+            attrs[STATE] = tuple(name for name, _, _ in self._state)
+        functions = {"main": Function(params, self.bb.finish(scope), Attrs(attrs))}
+        if self._state:
+            functions[INITIAL_STATE] = self._initial_state()
+        return IRModule(functions, Attrs({"producer": f"torch {torch.__version__}", **self._weight_names()}))
+
+    # inputs
+
+    def _define_inputs(self) -> None:
+        program, mutated = self.program, set()
+        for spec in program.graph_signature.output_specs:
+            if spec.kind in _MUTATIONS and spec.kind != OutputKind.USER_INPUT_MUTATION:
+                mutated.add(spec.target)
+        placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+        for node in placeholders:  # sizes that are symbols first, as other sizes may be expressions of them
+            value = node.meta.get("val")
+            for k, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if isinstance(size, torch.SymInt) and sympy_of(size).is_Symbol:
+                    self.symbols.input_dim(size, self._dim_name(node, k))
+        for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+            self._values[0][node] = self._input(node, spec, spec.target in mutated)
+
+    def _input(self, node: torch.fx.Node, spec: InputSpec, is_state: bool) -> Any:
+        if spec.kind == InputKind.USER_INPUT:
+            return self._user_input(node, spec)
+        if spec.kind == InputKind.TOKEN:
+            return None
+        name = str(spec.target)
+        if spec.kind == InputKind.CUSTOM_OBJ:
+            raise ImportModelError(f"'{name}' is a custom object of TorchScript, which is not supported")
+        tensor = self._stored(name)
+        if not is_state:
+            return self.constant(tensor, name)
+        param = Var(self.bb.unique_name(name), self._stored_type(tensor))
+        self._state.append((name, tensor, param))
+        return Complex(param) if tensor.is_complex() else param
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """Return a parameter, buffer or constant of the program. ImportModelError if it is missing."""
+        for table in (self.program.state_dict, self.program.constants):
+            if isinstance(table.get(name), torch.Tensor):
+                return table[name]
+        raise ImportModelError(f"the weight '{name}' is missing in the program; save it again with its state_dict")
+
+    def _stored_type(self, tensor: torch.Tensor) -> TensorType:
+        shape = (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
+        return TensorType.of(shape, dtype_name(tensor.dtype))
+
+    def _user_input(self, node: torch.fx.Node, spec: InputSpec) -> Any:
+        value, name = node.meta.get("val"), node.name
+        if isinstance(spec.arg, ConstantArgument) or value is None:
+            constant = getattr(spec.arg, "value", value)
+            self._inputs.append(signature.Leaf("const", value=constant))
+            return constant
+        if isinstance(value, torch.Tensor):
+            dims = [self.symbols.input_dim(d, self._dim_name(node, k)) for k, d in enumerate(value.shape)]
+            shape = (*dims, *((sym(2),) if value.is_complex() else ()))
+            param = Var(self.bb.unique_name(name), TensorType.of(shape, dtype_name(value.dtype)))
+            self._inputs.append(signature.Leaf("complex" if value.is_complex() else "tensor", name=param.name))
+            self._params.append(param)
+            return Complex(param) if value.is_complex() else param
+        if isinstance(value, torch.SymInt):
+            param = Var(self.bb.unique_name(name), TensorType.of((), "int64"))
+            self._inputs.append(signature.Leaf("int", name=param.name))
+            self._params.append(param)
+            self._sizes.append((param, sympy_of(value), name))
+            return value
+        if isinstance(value, torch.SymFloat | torch.SymBool):
+            dtype = "float64" if isinstance(value, torch.SymFloat) else "bool"
+            param = Var(self.bb.unique_name(name), TensorType.of((), dtype))
+            self._inputs.append(signature.Leaf("float" if dtype == "float64" else "bool", name=param.name))
+            self._params.append(param)
+            self.symbols.define_float(sympy_of(value), param)
+            return value
+        raise ImportModelError(f"argument '{name}' is {type(value).__name__}; tensors and numbers are supported")
+
+    def _dim_name(self, node: torch.fx.Node, axis: int) -> str:
+        return self.names.get((node.name, axis)) or f"{node.name}_dim{axis}"
+
+    def _bind_size(self, param: Var, symbol: Any, name: str) -> None:
+        """Read an integer argument; where a dimension gave its symbol already, check that both agree."""
+        vector = self.bb.emit(ops.reshape(param, (1,)))
+        size = self.symbols.expr(symbol) if self.symbols.knows(symbol) else self.symbols.define(symbol, name)
+        self.bb.match_shape(self.bb.emit(ops.tensor_to_shape(vector)), (size,))
+
+    def _initial_state(self) -> Function:
+        with self.bb.body() as scope:
+            values = [self._initial_value(to_numpy(tensor).copy(), name) for name, tensor, _ in self._state]
+            leaves = tuple(self.bb.leaf(x) for x in values)
+            self.bb.result(leaves[0] if len(leaves) == 1 else Tuple(leaves))
+        names = tuple(name for name, _, _ in self._state)
+        return Function((), self.bb.finish(scope), Attrs({OUTPUT_NAMES: names, EXPORTED: True}))
+
+    def _initial_value(self, array: np.ndarray, name: str) -> Expr:
+        if array.nbytes >= _LARGE_STATE and (array == array.flat[0]).all():
+            return ops.full(array.shape, Constant.of(array.reshape(-1)[0]))
+        return Constant.of(array, name=name)
+
+    def _weight_names(self) -> dict[str, AttrValue]:
+        """Attributes that name the weights, for `load_weights`: constants, other names of these, unused ones."""
+        names: dict[Constant, list[str]] = {}
+        for node, spec in zip(self._values[0], self.program.graph_signature.input_specs, strict=False):
+            value = self._values[0][node]
+            constant = value.parts if isinstance(value, Complex) else value
+            if isinstance(constant, Constant) and spec.target in self.program.state_dict:
+                names.setdefault(constant, []).append(str(spec.target))
+        used = {name for group in names.values() for name in group} | {name for name, _, _ in self._state}
+        return {
+            WEIGHTS: tuple(str(constant.name) for constant in names),
+            TIED: tuple((name, str(c.name)) for c, group in names.items() for name in group if name != c.name),
+            UNUSED: tuple([*(n for n in self.program.state_dict if n not in used), *(n for n, _, _ in self._state)]),
+        }
+
+    # results
+
+    def _results(self, outputs: list[Any]) -> tuple[list[Expr], list[signature.Leaf], list[tuple[Var, Expr]]]:
+        """Return the user's results with their leaves, and the new contents of written inputs."""
+        results: list[Expr] = []
+        leaves: list[signature.Leaf] = []
+        updates: dict[Var, Expr] = {}
+        by_name = {node.name: value for node, value in self._values[0].items()}
+        state = {name: param for name, _, param in self._state}
+        for spec, value in zip(self.program.graph_signature.output_specs, outputs, strict=True):
+            if spec.kind in _MUTATIONS:
+                is_input = spec.kind == OutputKind.USER_INPUT_MUTATION
+                param = by_name[str(spec.target)] if is_input else state[str(spec.target)]
+                new = value.parts if isinstance(value, Complex) else value
+                key = param.parts if isinstance(param, Complex) else param
+                assert isinstance(key, Var)
+                updates[key] = new
+            elif spec.kind == OutputKind.USER_OUTPUT:
+                name = getattr(spec.arg, "name", None) or f"output_{len(leaves)}"
+                leaves.append(self._result(value, name, results))
+        return results, leaves, list(updates.items())
+
+    def _result(self, value: Any, name: str, results: list[Expr]) -> signature.Leaf:
+        if isinstance(value, Complex):
+            results.append(value.parts)
+            return signature.Leaf("complex", name=name)
+        if isinstance(value, Var | Constant):
+            results.append(value)
+            return signature.Leaf("tensor", name=name)
+        kind, dtype = _SCALARS.get(type(value)) or (("int", "int64") if isinstance(value, SymExpr) else (None, ""))
+        if kind is None:
+            return signature.Leaf("const", value=value)
+        results.append(self.symbols.tensor(value, dtype))
+        return signature.Leaf(kind, name=name)
+
+
+_SCALARS: dict[type, tuple[str, str]] = {
+    torch.SymInt: ("int", "int64"),
+    torch.SymFloat: ("float", "float64"),
+    torch.SymBool: ("bool", "bool"),
+}
