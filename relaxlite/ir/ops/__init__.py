@@ -14,6 +14,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (importing a module registers its 
     detection,
     elementwise,
     grouped_products,
+    grouped_rows,
     hadamard,
     indexing,
     kv_cache,
