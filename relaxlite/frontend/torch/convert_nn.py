@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from relaxlite.frontend.common.unify import unify_dims
+from relaxlite.frontend.torch.convert_random import dropped
 from relaxlite.frontend.torch.node import Node
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
@@ -110,7 +111,10 @@ def conv_transpose(
           "aten.feature_alpha_dropout")  # fmt: skip
 def dropout(n: Node, input: Expr, p: float, train: bool | None) -> Any:
     if train and p > 0:
-        n.fail("dropout in training mode is random; export the model in eval mode: model.eval()")
+        if not n.target.startswith(("aten.dropout", "aten.native_dropout")):
+            n.fail("this dropout in training mode is not supported; export the model in eval mode: model.eval()")
+        result, kept = dropped(n, input, p)
+        return (result, kept) if n.target.startswith("aten.native") else result
     if not n.target.startswith("aten.native"):
         return input
     return input, n.full(n.shape(), True, "bool")

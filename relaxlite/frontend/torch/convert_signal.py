@@ -81,7 +81,7 @@ def stft(
     return_complex: bool | None = None, align_to_window: bool | None = None,
 ) -> Any:  # fmt: skip
     """Short-time transform: frames of n_fft points, times a window that is padded to that length on both sides."""
-    if center and n.overload == "center" or align_to_window:
+    if (center and n.overload == "center") or align_to_window:
         n.fail("stft with center=True or align_to_window=True inside the operator is not supported")
     x, dtype = self, n.dtype()
     is_batch = n.rank(x) == 2
