@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
@@ -166,7 +167,8 @@ class CompiledGraph:
         start = time.perf_counter()
         self._weights = [(k, x, x._version, x.data_ptr()) for k, x in weights.items()]
         importer = DynamoGraphImporter(self._graph, weights)
-        module = importer.run()
+        with unset_fake_temporarily():  # the weights are real tensors
+            module = importer.run()
         self._executable = Executable(driver.build(module, **self._options))
         self._inputs, self._outputs, self._scalars = importer.inputs, importer.outputs, importer.scalars
         self._entry.compilations += 1

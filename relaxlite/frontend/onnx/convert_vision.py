@@ -6,16 +6,15 @@ import math
 
 import numpy as np
 
+from relaxlite.frontend.common.deformable_conv import deformable_conv
 from relaxlite.frontend.common.unify import unify_dims
-from relaxlite.frontend.onnx.convert_linalg import emit_matmul
 from relaxlite.frontend.onnx.convert_nn import kernel_of, per_axis, with_bias
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
-from relaxlite.ir.expr import Constant, Expr
-from relaxlite.ir.symbolic import SymExpr, as_int, product, sym
+from relaxlite.ir.expr import Constant
+from relaxlite.ir.symbolic import sym
 
-Shape = tuple[SymExpr, ...]
 _SAMPLE_MODES = {"bilinear": "linear", "linear": "linear", "bicubic": "cubic", "cubic": "cubic", "nearest": "nearest"}
 
 
@@ -67,65 +66,18 @@ def _roi_align(n: Node, *, half_pixel: bool) -> Result:
 
 @onnx_op("DeformConv", since=19)
 def deform_conv(n: Node) -> Result:
-    """DeformConv: a convolution with data-dependent offsets of its taps, as bilinear im2col and a matmul.
-
-    x (n, c, h, w), w (oc, c / groups, kh, kw), offset (n, og * kh * kw * 2, oh, ow), mask (n, og * kh * kw, oh, ow).
-    """
+    """DeformConv; inputs: x, w, offset, bias, mask."""
     if n.rank() != 4:
         n.fail(f"DeformConv is supported for pictures (n, c, h, w) only, got {n.type()}")
-    batch, channels, *sizes = n.shape()
-    height, width = sizes
-    groups, offset_groups = n.int("group", 1), n.int("offset_group", 1)
-    filters, kernel = n.shape(1)[0], [as_int(k) or 0 for k in kernel_of(n)]
-    if 0 in kernel:
-        n.fail("the size of the kernel must be known")
-    taps = math.prod(kernel)
-    offset = unify_dims(n.bb, n.input(2), dict(enumerate(_output_sizes(n, sizes, kernel), 2)))
-    out = n.shape_of(offset)[2:]
-    grid = _sampling_grid(n, offset, (kernel[0], kernel[1]), (height, width), offset_groups)
-    x = n.emit(ops.reshape(n.input(0), (batch * offset_groups, channels // offset_groups, *sizes)))
-    sampled: Expr = n.emit(ops.grid_sample(x, grid, mode="linear", padding_mode="zeros", align_corners=False))
-    if n.optional(4) is not None:
-        mask = n.emit(ops.reshape(n.input(4), (batch * offset_groups, 1, out[0] * taps, out[1])))
-        sampled = n.emit(ops.multiply(sampled, mask))
-    columns = n.emit(ops.reshape(sampled, (batch, groups, channels // groups * taps, product(out))))
-    weights = n.emit(ops.reshape(n.input(1), (groups, filters // groups, channels // groups * taps)))
-    result = ops.reshape(emit_matmul(n, weights, columns), (batch, filters, *out))
-    return with_bias(n, result, n.optional(3))
-
-
-def _output_sizes(n: Node, sizes: list[SymExpr], kernel: list[int]) -> list[SymExpr]:
-    strides, dilations, pads = per_axis(n, "strides", 2), per_axis(n, "dilations", 2), n.ints("pads", None) or (0,) * 4
-    spans = [size + pads[k] + pads[k + 2] - (kernel[k] - 1) * dilations[k] - 1 for k, size in enumerate(sizes)]
-    return [span // stride + 1 for span, stride in zip(spans, strides, strict=True)]
-
-
-def _sampling_grid(
-    n: Node, offset: Expr, kernel: tuple[int, int], sizes: tuple[SymExpr, SymExpr], offset_groups: int
-) -> Expr:
-    """Emit the sampling positions of all taps and windows: (n * og, kh * kw * oh, ow, 2), x and y in -1..1."""
-    batch, _, *out = n.shape_of(offset)
-    strides, dilations, pads = per_axis(n, "strides", 2), per_axis(n, "dilations", 2), n.ints("pads", None) or (0,) * 4
-    taps = kernel[0] * kernel[1]
-    offset = n.emit(ops.reshape(offset, (batch * offset_groups, taps, 2, *out)))
-    coordinates = []
-    for k in (1, 0):  # x, then y
-        along = n.emit(ops.arange(_scalar_constant(n, -pads[k]), _scalar_constant(n, strides[k]), (out[k],)))
-        window = n.emit(ops.reshape(along, (out[0], 1) if k == 0 else (1, out[1])))
-        tap = np.indices(kernel)[k].reshape(taps, 1, 1) * dilations[k]
-        base = n.emit(ops.add(window, Constant.of(tap, n.dtype())))
-        shift = n.emit(ops.squeeze(n.emit(ops.slice(offset, (k,), (1,), axes=(2,))), axes=(2,)))
-        position = n.emit(ops.add(shift, base))
-        size = n.emit(ops.cast(n.emit(ops.shape_to_tensor((sizes[k],))), dtype=n.dtype()))
-        doubled = n.emit(ops.add(n.emit(ops.multiply(position, _scalar_constant(n, 2))), _scalar_constant(n, 1)))
-        scaled = n.emit(ops.subtract(n.emit(ops.divide(doubled, size)), _scalar_constant(n, 1)))
-        coordinates.append(n.emit(ops.expand_dims(scaled, axes=(4,))))
-    grid = n.emit(ops.concat(*coordinates, axis=4))
-    return n.emit(ops.reshape(grid, (batch * offset_groups, out[0] * taps, out[1], 2)))
-
-
-def _scalar_constant(n: Node, value: float) -> Constant:
-    return Constant.of(value, n.dtype())
+    kernel_of(n)
+    pads = n.ints("pads", None) or (0,) * 4
+    result = deformable_conv(
+        n.bb, n.input(0), n.input(1), n.input(2), n.optional(4), strides=per_axis(n, "strides", 2),
+        dilations=per_axis(n, "dilations", 2), pads=pads, groups=n.int("group", 1),
+        offset_groups=n.int("offset_group", 1),
+    )  # fmt: skip
+    bias = n.optional(3)
+    return result if bias is None else with_bias(n, result, bias)
 
 
 @onnx_op("Col2Im", since=18)

@@ -18,6 +18,7 @@ except ImportError as _error:
     raise ImportModelError('PyTorch is not installed; install it by pip install "relaxlite[torch]"') from _error
 
 from relaxlite.frontend.torch import (  # noqa: F401  (each registers its converters)
+    convert_activations,
     convert_attention,
     convert_bags,
     convert_bits,
@@ -32,6 +33,8 @@ from relaxlite.frontend.torch import (  # noqa: F401  (each registers its conver
     convert_moves,
     convert_nn,
     convert_norm,
+    convert_pooling,
+    convert_quantization,
     convert_random,
     convert_reductions,
     convert_resize,
@@ -41,6 +44,7 @@ from relaxlite.frontend.torch import (  # noqa: F401  (each registers its conver
     convert_signal,
     convert_sorting,
     convert_special,
+    convert_vision,
 )
 from relaxlite.frontend.torch.exporting import from_torch
 from relaxlite.frontend.torch.registry import mark_builtin_converters, torch_op

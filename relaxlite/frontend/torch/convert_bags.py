@@ -1,4 +1,4 @@
-"""Converters of embedding bags, the sums, means and maxima of the embeddings of each bag, and of bounded norms."""
+"""Converters of embedding bags, the sums, means and maxima of the embeddings of each bag, and of segments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.ops.scalars import HALF, identity
-from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.symbolic import SymExpr, product
 
 _SUM, _MEAN, _MAX = range(3)
 
@@ -40,8 +40,8 @@ def embedding_bag(
 
 def _bag_of_each(n: Node, indices: Expr, offsets: Expr) -> Expr:
     places = positions_along(n, n.shape_of(indices)[0])
-    found = n.emit(ops.search_sorted(n.cast(offsets, "int64"), places, right=True))
-    return n.emit(ops.subtract(found, Constant.of(1, "int64")))
+    after = n.emit(ops.search_sorted(n.cast(offsets, "int64"), places, right=True))
+    return n.emit(ops.subtract(after, Constant.of(1, "int64")))
 
 
 def _padding(n: Node, weight: Expr, padding_idx: int | None) -> Expr | None:
@@ -95,3 +95,51 @@ def _row_norms(n: Node, x: Expr, p: float, dtype: str) -> Expr:
         return n.emit(ops.max(size, axes=(1,), keepdims=True))
     total = n.emit(ops.sum(n.emit(ops.power(size, n.operand(p, dtype))), axes=(1,), keepdims=True))
     return n.emit(ops.power(total, n.operand(1 / p, dtype)))
+
+
+@torch_op("aten.segment_reduce")
+def segment_reduce(
+    n: Node, data: Expr, reduce: str, lengths: Expr | None = None, offsets: Expr | None = None, axis: int = 0,
+    unsafe: bool = False, initial: Any = None,
+) -> Expr:  # fmt: skip
+    """Reduce consecutive segments along an axis; lengths or offsets have the dimensions before it as well."""
+    axis, dtype = n.axis(data, axis), n.dtype()
+    dims = n.shape_of(data)
+    outer, size, inner = product(dims[:axis]), dims[axis], product(dims[axis + 1 :])
+    last: Expr
+    sizes: Expr
+    if lengths is None:
+        bounds = n.cast(_matrix(n, offsets, axis), "int64")
+        count = n.shape_of(bounds)[1] - 1
+        last, first = (n.emit(ops.slice(bounds, (k,), (count,), axes=(1,))) for k in (1, 0))
+        sizes = n.emit(ops.subtract(last, first))
+    else:
+        sizes = n.cast(_matrix(n, lengths, axis), "int64")
+        last, count = n.emit(ops.cumsum(sizes, axis=1)), n.shape_of(sizes)[1]
+    places = n.broadcast(positions_along(n, size), (n.shape_of(last)[0], size))
+    segment = n.emit(ops.expand_dims(n.emit(ops.search_sorted(last, places, right=True)), axes=(2,)))
+    x = n.reshape(data, (n.shape_of(last)[0], size, inner))
+    reduction = {"max": "max", "min": "min", "prod": "mul"}.get(reduce, "add")
+    start = identity(reduction, dtype).value if initial is None else initial
+    table = n.full((outer, count + 1, inner), start, dtype)  # the last row takes what no segment has
+    at = n.broadcast(segment, n.shape_of(x))
+    total = n.emit(ops.scatter_elements(table, at, x, axis=1, reduction=reduction))
+    total = n.emit(ops.slice(total, (0,), (count,), axes=(1,)))
+    if reduce != "mean":
+        return n.reshape(total, n.shape())
+    column = n.emit(ops.expand_dims(sizes, axes=(2,)))
+    return n.reshape(_segment_means(n, total, column, dtype, is_started=initial is not None), n.shape())
+
+
+def _matrix(n: Node, x: Expr | None, axis: int) -> Expr:
+    if x is None:
+        n.fail("segments need lengths or offsets")
+    return n.reshape(x, (product(n.shape_of(x)[:axis]), n.shape_of(x)[axis]))
+
+
+def _segment_means(n: Node, total: Expr, sizes: Expr, dtype: str, *, is_started: bool) -> Expr:
+    """Divide by the sizes; an empty segment is NaN, or what it started from."""
+    mean = n.emit(ops.divide(total, n.cast(sizes, dtype)))  # 0 / 0 where it is empty
+    if not is_started:
+        return mean
+    return n.emit(ops.where(n.emit(ops.greater(sizes, Constant.of(0, "int64"))), mean, total))

@@ -12,7 +12,6 @@ from relaxlite.frontend.torch.node import Complex, Node, Number
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr, Var
-from relaxlite.ir.symbolic import sym
 
 
 @torch_op("aten.full", "aten.full_like", "aten.new_full", complex=True)
@@ -117,8 +116,6 @@ def triangle_indices(n: Node, row: int, col: int = 0, offset: int = 0, dtype: to
 
 @torch_op("aten.one_hot")
 def one_hot(n: Node, self: Expr, num_classes: Any = -1) -> Expr:
-    depth = n.int(num_classes)
     if isinstance(num_classes, int) and num_classes < 0:
-        depth = n.read(n.emit(ops.max(n.reshape(self, (-1,)))), "classes") + sym(1)
-    values = Constant.of([0, 1], "int64")
-    return n.emit(ops.one_hot(self, (depth,), values))
+        n.fail("the number of classes must be given, not be counted in the data")
+    return n.emit(ops.one_hot(self, (n.int(num_classes),), Constant.of([0, 1], "int64")))

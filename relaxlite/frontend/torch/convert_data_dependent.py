@@ -92,7 +92,7 @@ def _kept(n: Node, x: Expr, flags: Expr, count: SymExpr | None = None) -> Expr:
 @torch_op("aten._unique2")
 def unique(
     n: Node, self: Expr, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
-) -> tuple[Expr, Expr, Expr]:
+) -> tuple[Expr, Expr | None, Expr | None]:
     x = flat(n, self)
     order = n.emit(ops.argsort(sortable(n, x)))
     values = n.emit(ops.gather(x, order))
@@ -104,7 +104,7 @@ def unique(
 @torch_op("aten.unique_consecutive")
 def unique_consecutive(
     n: Node, self: Expr, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
-) -> tuple[Expr, Expr, Expr]:
+) -> tuple[Expr, Expr | None, Expr | None]:
     if dim is None:
         x = flat(n, self)
         begins, group, counts = _groups(n, is_new(n, sortable(n, x), 0))
@@ -123,7 +123,7 @@ def unique_consecutive(
 @torch_op("aten.unique_dim")
 def unique_dim(
     n: Node, self: Expr, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
-) -> tuple[Expr, Expr, Expr]:
+) -> tuple[Expr, Expr | None, Expr | None]:
     x = as_vector(n, self)
     axis = n.axis(x, dim)
     rows = _rows(n, x, axis)
@@ -148,17 +148,18 @@ def _groups(n: Node, begins: Expr) -> tuple[Expr, Expr, Expr]:
 
 def _requested(
     n: Node, values: Expr, inverse: Expr, counts: Expr, return_inverse: bool, return_counts: bool
-) -> tuple[Expr, Expr, Expr]:
-    """Return the results; torch gives tensors without elements for those that are not requested."""
-    shapes = [n.result(k).shape for k in (1, 2)]
-    has_inverse = return_inverse or not _is_empty(shapes[0])
-    has_counts = return_counts or not _is_empty(shapes[1])
-    empty = n.full((0,), 0, "int64")
-    return values, n.reshape(inverse, n.shape(1)) if has_inverse else empty, counts if has_counts else empty
+) -> tuple[Expr, Expr | None, Expr | None]:
+    """Return the results; for one that is not requested, a tensor without elements or none, as torch describes it."""
+    return (
+        values,
+        n.reshape(inverse, n.shape(1)) if return_inverse else _not_requested(n, 1),
+        counts if return_counts else _not_requested(n, 2),
+    )
 
 
-def _is_empty(shape: torch.Size) -> bool:
-    return len(shape) == 1 and isinstance(shape[0], int) and shape[0] == 0
+def _not_requested(n: Node, index: int) -> Expr | None:
+    shape = tuple(n.result(index).shape)
+    return n.full((0,), 0, "int64") if len(shape) == 1 and isinstance(shape[0], int) and shape[0] == 0 else None
 
 
 def _rows(n: Node, x: Expr, axis: int) -> Expr:

@@ -5,6 +5,8 @@ Eigenvalues and singular values have no op. Pivots are int32 and count from 1, a
 
 from __future__ import annotations
 
+from typing import Any
+
 from relaxlite.frontend.torch.node import Node, Shape
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
@@ -34,7 +36,7 @@ def identity(n: Node, shape: Shape, dtype: str) -> Expr:
 
 def triangle(n: Node, x: Expr, *, upper: bool, offset: int = 0) -> Expr:
     """Emit matrices with zeros below (upper) or above a diagonal."""
-    return n.emit(ops.trilu(x, n.operand(offset, "int64"), upper=upper))
+    return n.emit(ops.trilu(x, (offset,), upper=upper))
 
 
 def rows_in_order(n: Node, x: Expr, rows: Expr) -> Expr:
@@ -71,20 +73,30 @@ def is_vector(n: Node, a: Expr, b: Expr) -> bool:
     return len(right) == 1 or (len(left) == len(right) and all(map(n.proves_equal, left, right)))
 
 
-@torch_op("aten._linalg_solve_ex")
-def solve_ex(n: Node, A: Expr, B: Expr, left: bool = True, check_errors: bool = False) -> tuple[Expr, ...]:
-    """Solution of A X = B, or X A = B; check_errors is left to `_linalg_check_errors`."""
-    vector = is_vector(n, A, B)
-    matrix = A if left else transposed(n, A)
-    lu, pivots, rows, info = n.fields(ops.lu(matrix))
-    b = n.emit(ops.expand_dims(B, axes=(n.rank(B),))) if vector else B if left else transposed(n, B)
+def solution(n: Node, a: Expr, b: Expr, left: bool, check_errors: bool) -> tuple[Expr, ...]:
+    """Emit the solution of A X = B, or X A = B, and lu, pivots and info of A, or of its transpose."""
+    vector = is_vector(n, a, b)
+    lu, pivots, rows, info = n.fields(ops.lu(a if left else transposed(n, a)))
+    right = n.emit(ops.expand_dims(b, axes=(n.rank(b),))) if vector else b if left else transposed(n, b)
     batch = n.shape()[: len(n.shape()) - (1 if vector else 2)]
     wide_rows = n.broadcast(rows, (*batch, n.shape_of(rows)[-1]))
-    x = solved(n, stretched(n, lu, batch), wide_rows, stretched(n, b, batch))
+    x = solved(n, stretched(n, lu, batch), wide_rows, stretched(n, right, batch))
     x = n.emit(ops.squeeze(x, axes=(n.rank(x) - 1,))) if vector else x if left else transposed(n, x)
     if check_errors:
         check_info(n, info, "torch.linalg.solve: the matrix is singular")
-    return x, lu if left else unused(n, 1), one_based(n, pivots) if left else unused(n, 2), n.cast(info, "int32")
+    return x, lu, pivots, info
+
+
+@torch_op("aten._linalg_solve_ex")
+def solve_ex(n: Node, A: Expr, B: Expr, left: bool = True, check_errors: bool = False) -> tuple[Expr, ...]:
+    x, lu, pivots, info = solution(n, A, B, left, check_errors)
+    results = (lu, one_based(n, pivots)) if left else (unused(n, 1), unused(n, 2))
+    return (x, *results, n.cast(info, "int32"))
+
+
+@torch_op("aten.linalg_solve")
+def solve(n: Node, A: Expr, B: Expr, left: bool = True) -> Expr:
+    return solution(n, A, B, left, check_errors=True)[0]
 
 
 def unused(n: Node, index: int) -> Expr:
@@ -103,6 +115,22 @@ def check_info(n: Node, info: Expr, message: str) -> None:
 @torch_op("aten._linalg_check_errors")
 def check_errors(n: Node, info: Expr, api_name: str, is_matrix: bool) -> None:
     check_info(n, info, f"{api_name}: the matrix is singular, or not positive definite")
+
+
+@torch_op("higher_order.with_effects")
+def with_effects(n: Node, token: Any, operator: Any, *operands: Any) -> tuple[Any, ...]:
+    """An operator that is kept for its effect: the check of a factorization. Effects have no order to keep here."""
+    if str(operator) != "aten._linalg_check_errors.default":
+        n.fail(f"the effect of {operator} is not supported")
+    check_errors(n, *operands, is_matrix=True)
+    return (token, None)
+
+
+@torch_op("aten.linalg_inv", "aten.inverse")
+def inv(n: Node, self: Expr) -> Expr:
+    lu, _, rows, info = n.fields(ops.lu(self))
+    check_info(n, info, "torch.linalg.inv: the matrix is singular")
+    return solved(n, lu, rows, identity(n, n.shape_of(lu), n.dtype_of(lu)))
 
 
 @torch_op("aten.linalg_inv_ex")
@@ -241,6 +269,11 @@ def old_triangular_solve(
     a, b = stretched(n, A, batch), stretched(n, self, batch)
     matrix = transposed(n, a) if transpose else a
     return triangular(n, matrix, b, upper=upper != transpose, unit=unitriangular), a
+
+
+@torch_op("aten.linalg_cholesky")
+def linalg_cholesky(n: Node, self: Expr, upper: bool = False) -> Expr:
+    return cholesky(n, self, upper)
 
 
 @torch_op("aten.linalg_cholesky_ex")

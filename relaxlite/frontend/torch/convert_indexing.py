@@ -114,9 +114,9 @@ def flat(n: Node, x: Expr) -> Expr:
 @torch_op("aten.index", "aten._unsafe_index", complex=True)
 @over_parts
 def index(n: Node, self: Expr, indices: list[Expr | None]) -> Expr:
-    given = [k for k, t in enumerate(indices) if t is not None]
-    if len(given) == 1 and n.dtype_of(indices[given[0]]) in MASKS:  # type: ignore[arg-type]
-        return _selected(n, self, indices[given[0]], given[0])  # type: ignore[arg-type]
+    places = [k for k, t in enumerate(indices) if t is not None]
+    if len(places) == 1 and n.dtype_of(indices[places[0]]) in MASKS:  # type: ignore[arg-type]
+        return _selected(n, self, indices[places[0]], places[0])  # type: ignore[arg-type]
     if (whole := indexed_by_iotas(n, self, indices)) is not None:
         return n.broadcast(whole, n.shape())
     where = resolve_indices(n, self, indices)

@@ -71,9 +71,9 @@ def repeat_interleave(n: Node, self: Expr, repeats: Any, dim: int | None = None,
     x = flat(n, self) if dim is None else as_vector(n, self)
     axis, count = 0 if dim is None else n.axis(x, dim), n.int(repeats)
     sizes = n.shape_of(x)
-    spread: Expr = n.emit(ops.expand_dims(x, axes=(axis + 1,)))
-    spread = n.broadcast(spread, (*sizes[: axis + 1], count, *sizes[axis + 1 :]))
-    return n.reshape(spread, (*sizes[:axis], sizes[axis] * count, *sizes[axis + 1 :]))
+    copies: Expr = n.emit(ops.expand_dims(x, axes=(axis + 1,)))
+    copies = n.broadcast(copies, (*sizes[: axis + 1], count, *sizes[axis + 1 :]))
+    return n.reshape(copies, (*sizes[:axis], sizes[axis] * count, *sizes[axis + 1 :]))
 
 
 @torch_op("aten.constant_pad_nd", complex=True)
@@ -206,16 +206,18 @@ def _memory_order(n: Node) -> list[int]:
     source = n.fx_node.args[0]
     assert isinstance(source, torch.fx.Node)
     described = source.meta["val"]
-    known = [as_int(n.symbols.dim(s)) for s in described.stride()]
-    order = list(range(described.dim()))
-    if not _are_dense(n.symbols.shape(described), tuple(map(n.symbols.dim, described.stride()))):
-        if any(s is None for s in known):
-            n.fail("strides of a tensor whose layout in memory is not known; hint: call contiguous() before")
-        order.sort(key=lambda k: -known[k])  # type: ignore[operator]
-    sizes = tuple(n.symbols.dim(described.shape[k]) for k in order)
-    strides = tuple(n.symbols.dim(described.stride()[k]) for k in order)
+    sizes, strides = n.symbols.shape(described), tuple(map(n.symbols.dim, described.stride()))
+    order: list[int] = []
+    inner: SymExpr = sym(1)
+    while len(order) < len(sizes):
+        rest = [k for k in reversed(range(len(sizes))) if k not in order]
+        axis = next((k for k in rest if as_int(sizes[k]) == 1 or PROVER.can_prove_equal(strides[k], inner)), None)
+        if axis is None:
+            break
+        order.insert(0, axis)
+        inner = inner * sizes[axis]
     offset = described.storage_offset()
-    if not _are_dense(sizes, strides) or not isinstance(offset, int) or offset != 0:
+    if len(order) < len(sizes) or not isinstance(offset, int) or offset != 0:
         n.fail("strides of a tensor that is a view into a larger one are not supported; hint: call clone() before")
     return order
 

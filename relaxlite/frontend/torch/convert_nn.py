@@ -11,7 +11,7 @@ from relaxlite.frontend.torch.node import Node
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Expr
-from relaxlite.ir.symbolic import SymExpr, sym
+from relaxlite.ir.symbolic import SymExpr, product, sym
 
 
 def per_axis(values: Any, count: int) -> tuple[int, ...]:
@@ -110,11 +110,13 @@ def conv_transpose(
 @torch_op("aten.dropout", "aten.native_dropout", "aten.alpha_dropout", "aten.feature_dropout",
           "aten.feature_alpha_dropout")  # fmt: skip
 def dropout(n: Node, input: Expr, p: float, train: bool | None) -> Any:
-    if train and p > 0:
+    """Nothing in eval mode; with the probability 1 all elements are dropped, which is not random either."""
+    is_native = n.target.startswith("aten.native")
+    drops_all = bool(train) and p == 1
+    if train and 0 < p < 1 and not n.proves_equal(product(n.shape_of(input)), 0):
         if not n.target.startswith(("aten.dropout", "aten.native_dropout")):
             n.fail("this dropout in training mode is not supported; export the model in eval mode: model.eval()")
         result, kept = dropped(n, input, p)
-        return (result, kept) if n.target.startswith("aten.native") else result
-    if not n.target.startswith("aten.native"):
-        return input
-    return input, n.full(n.shape(), True, "bool")
+        return (result, kept) if is_native else result
+    result = n.emit(ops.multiply(input, n.operand(0, n.dtype()))) if drops_all else input
+    return (result, n.full(n.shape(), not drops_all, "bool")) if is_native else result

@@ -140,6 +140,8 @@ def batch_norm(
     n: Node, input: Expr, weight: Expr | None, bias: Expr | None, running_mean: Expr | None, running_var: Expr | None,
     training: bool, momentum: float, eps: float, cudnn_enabled: bool = False,
 ) -> Expr:  # fmt: skip
+    if n.rank(input) == 1:  # torch permits it for an empty tensor alone
+        return input
     if not training:
         return _normalized(n, input, weight, bias, running_mean, running_var, eps)
     if running_mean is not None:

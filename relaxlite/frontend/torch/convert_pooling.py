@@ -113,15 +113,16 @@ def adaptive_max_pool(n: Node, self: Expr, output_size: Any) -> tuple[Expr, ...]
 def fractional_max_pool(
     n: Node, self: Expr, kernel_size: Any, output_size: Any, random_samples: Expr
 ) -> tuple[Expr, ...]:
-    """Maxima of windows whose begins follow a random sequence (Graham, arXiv 1412.6071), for each sample and channel."""
+    """Maxima of windows whose begins follow random sequences of each sample and channel (Graham, arXiv 1412.6071)."""
     spatial = _spatial(n)
     x, was_added = batched(n, self, spatial + 2)
     kernel, outer, sizes = per_axis(kernel_size, spatial), n.shape_of(x)[:2], n.shape_of(x)[2:]
     counts, dtype = n.shape()[-spatial:], n.dtype()
+    samples, _ = batched(n, random_samples, 3)
     place: Expr = n.operand(0, "int64")
     for k, (size, count) in enumerate(zip(sizes, counts, strict=True)):
-        # torch draws the samples of the last dimension first
-        sample = n.emit(ops.slice(random_samples, (spatial - 1 - k,), (1,), axes=(2,)))
+        column = 1 - k if spatial == 2 else k  # torch's order: width, height; or depth, height, width
+        sample = n.emit(ops.slice(samples, (column,), (1,), axes=(2,)))
         begins = _fractional_begins(n, n.cast(sample, dtype), size, count, kernel[k], dtype)  # (n, c, count)
         shape = (*outer, *((count if j == k else sym(1)) for j in range(spatial)), *(sym(1),) * spatial)
         taps = n.emit(ops.arange(n.operand(0, "int64"), n.operand(1, "int64"), (kernel[k],)))
@@ -129,7 +130,7 @@ def fractional_max_pool(
         along = n.emit(ops.add(n.reshape(begins, shape), n.reshape(taps, tap_shape)))
         place = n.emit(ops.add(n.emit(ops.multiply(place, n.operand(size, "int64"))), along))
     flat = n.reshape(place, (*outer, product(counts) * math.prod(kernel)))
-    elements = n.emit(ops.gather_elements(n.reshape(x, (*outer, product(sizes))), flat, axis=2))
+    elements: Expr = n.emit(ops.gather_elements(n.reshape(x, (*outer, product(sizes))), flat, axis=2))
     per_window = (*outer, product(counts), sym(math.prod(kernel)))
     elements, flat = n.reshape(elements, per_window), n.reshape(flat, per_window)
     best = n.emit(ops.argmax(elements, axis=3, keepdims=True))

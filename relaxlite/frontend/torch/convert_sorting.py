@@ -82,10 +82,10 @@ def median(n: Node, self: Expr, dim: int | None = None, keepdim: bool = False) -
         return n.full((), float("nan"), dtype)
     ordered, order = _sorted(n, x, axis, False)
     at = _median_position(n, x, axis, skips_nan=n.target.startswith("aten.nanmedian"))
-    found = [n.emit(ops.gather_elements(v, at, axis=axis)) for v in (ordered, order)]
+    chosen = [n.emit(ops.gather_elements(v, at, axis=axis)) for v in (ordered, order)]
     if not keepdim:
-        found = [n.emit(ops.squeeze(v, axes=(axis,))) for v in found]
-    return found[0] if is_whole else (found[0], found[1])
+        chosen = [n.emit(ops.squeeze(v, axes=(axis,))) for v in chosen]
+    return chosen[0] if is_whole else (chosen[0], chosen[1])
 
 
 def _median_position(n: Node, x: Expr, axis: int, *, skips_nan: bool) -> Expr:
@@ -115,10 +115,10 @@ def mode(n: Node, self: Expr, dim: int = -1, keepdim: bool = False) -> tuple[Exp
     begins = n.emit(ops.where(is_new(n, ordered, axis), place, Constant.of(0, "int64")))
     run = n.emit(ops.subtract(place, n.emit(ops.cummax(begins, axis=axis))))
     at = n.emit(ops.argmax(run, axis=axis, keepdims=True))
-    found = [n.emit(ops.gather_elements(v, at, axis=axis)) for v in (ordered, order)]
+    chosen = [n.emit(ops.gather_elements(v, at, axis=axis)) for v in (ordered, order)]
     if not keepdim:
-        found = [n.emit(ops.squeeze(v, axes=(axis,))) for v in found]
-    return found[0], found[1]
+        chosen = [n.emit(ops.squeeze(v, axes=(axis,))) for v in chosen]
+    return chosen[0], chosen[1]
 
 
 def along_axis(n: Node, x: Expr, axis: int) -> Expr:
@@ -171,5 +171,5 @@ def _search(n: Node, rows: Expr, points: Any, right: bool) -> Expr:
     number = "uint8" if dtype == "bool" else dtype
     rows, x = n.cast(n.cast(rows, dtype), number), n.cast(n.operand(points, dtype), number)
     wide = n.rank(rows) > 1
-    found = n.emit(ops.search_sorted(rows, x if wide else flat(n, x), right=right))
-    return n.cast(n.reshape(found, n.shape()), n.dtype())
+    chosen = n.emit(ops.search_sorted(rows, x if wide else flat(n, x), right=right))
+    return n.cast(n.reshape(chosen, n.shape()), n.dtype())

@@ -19,7 +19,7 @@ from relaxlite.ir.types import TensorType, TupleType, Type
 
 
 class _AdaptivePool(Op):
-    """Base of the adaptive pools: window o of a dimension is floor(o * size / count) .. ceil((o + 1) * size / count)."""
+    """Base of the adaptive pools: window o of a dimension is o * size // count to ceildiv((o + 1) * size, count)."""
 
     operands = ("x", "counts")
     accepts: ClassVar[tuple[str, ...]] = dtypes.FLOATS
@@ -28,7 +28,9 @@ class _AdaptivePool(Op):
         xt, windows = self.tensor(x, "x"), self.shape(counts, "counts")
         shape = xt.shape or ()
         if not windows or len(shape) < len(windows):
-            self.fail(f"x must be (..., spatial) with the spatial dimensions of counts={format_shape(windows)}, got {xt}")
+            self.fail(
+                f"x must be (..., spatial) with the spatial dimensions of counts={format_shape(windows)}, got {xt}"
+            )
         if xt.dtype not in self.accepts:
             self.fail(f"x must be one of {', '.join(self.accepts)}, got {xt.dtype}")
         return self.result_type(TensorType.of((*shape[: -len(windows)], *windows), xt.dtype))
@@ -64,17 +66,13 @@ class _AdaptivePool(Op):
         yield Sample((("n", 1, 7), (4,)), {}, ("float16", "shape"), tolerance=2e-3)
 
 
-def _windows(x: Any, counts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """Iterate over (window, its slices of the spatial dimensions of x)."""
+def _windows(x: Any, counts: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+    """Iterate over the windows: the index of each in the result, and its elements in x."""
     spatial = x.shape[x.ndim - len(counts) :]
     for o in np.ndindex(*counts):
-        yield (
-            o,
-            tuple(
-                slice(k * size // count, -(-(k + 1) * size // count))
-                for k, size, count in zip(o, spatial, counts, strict=True)
-            ),
-        )
+        parts = zip(o, spatial, counts, strict=True)
+        slices = (slice(k * size // count, -(-(k + 1) * size // count)) for k, size, count in parts)
+        yield (Ellipsis, *o), (Ellipsis, *slices)
 
 
 @register
@@ -105,8 +103,8 @@ class AdaptiveAvgPool(_AdaptivePool):
         out = np.zeros((*x.shape[: x.ndim - len(counts)], *counts), wide.dtype)
         if out.size and not x.size:
             raise IndexError(f"{self.name}: a window has no elements: {x.shape}")
-        for o, window in _windows(x, counts):
-            out[(..., *o)] = wide[(..., *window)].mean(axis=axes)
+        for at, window in _windows(x, counts):
+            out[at] = wide[window].mean(axis=axes)
         return out.astype(x.dtype)
 
 
@@ -132,7 +130,7 @@ class AdaptiveMaxPool(_AdaptivePool):
 
             def visit(*taps: SymVar) -> Stmt:
                 at = tuple(b + t for b, t in zip(begins, taps, strict=True))
-                value, flat = Scalar(x[(*i[:first], *at)]), sym(0)
+                value, flat = Scalar(x[i[:first] + at]), sym(0)
                 for k, position in enumerate(at):
                     flat = flat * x.shape[first + k] + position
                 is_better = value > Scalar(best[()])
@@ -159,11 +157,11 @@ class AdaptiveMaxPool(_AdaptivePool):
         if values.size and not x.size:
             raise IndexError(f"{self.name}: a window has no elements: {x.shape}")
         positions = np.arange(int(np.prod(spatial))).reshape(spatial)
-        for o, window in _windows(x, counts):
-            elements = x[(..., *window)].reshape(*outer, positions[window].size)
+        for at, window in _windows(x, counts):
+            elements = x[window].reshape(*outer, positions[window].size)
             is_nan = np.isnan(elements) if x.dtype.kind == "f" else np.zeros(elements.shape, bool)
             last_nan = elements.shape[-1] - 1 - np.argmax(is_nan[..., ::-1], axis=-1)
             best = np.where(is_nan.any(axis=-1), last_nan, np.argmax(elements, axis=-1))
-            values[(..., *o)] = np.take_along_axis(elements, best[..., None], -1)[..., 0]
-            places[(..., *o)] = positions[window].reshape(-1)[best]
+            values[at] = np.take_along_axis(elements, best[..., None], -1)[..., 0]
+            places[at] = positions[window].reshape(-1)[best]
         return values, places

@@ -70,7 +70,7 @@ def is_zero_padding(pads: Shape) -> bool:
 
 
 def is_small_depthwise(w: Shape, strides: Ints | None) -> bool:
-    """Whether filters (oc, c / groups, kernel...) are small depthwise windows (passes/products/windows_nchw.py)."""
+    """Whether filters (oc, c / groups, kernel...) are small depthwise windows (passes/products/windows.py)."""
     taps = [as_int(size) for size in w[2:]]
     has_few = None not in taps and math.prod(size or 0 for size in taps) <= MAX_TAPS
     return as_int(w[1]) == 1 and has_few and (strides or (1,))[-1] <= MAX_STRIDE

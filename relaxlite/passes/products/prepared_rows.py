@@ -42,7 +42,7 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, walk_values
+from relaxlite.ir.program_visitor import ReplaceLoads, Substitute, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, product, smin, substitute, sym
 from relaxlite.passes.loops.constant_values import evaluate_matrix
 from relaxlite.passes.loops.in_place import Pairs, in_place_pairs
@@ -127,7 +127,7 @@ class Product:
     def with_sum(self, reduced: Stmt, finish: Value, total: Buffer) -> Stmt:
         """Return the stage with the reduced loops `reduced`, which add to `total`; its epilogue reads `finish` as the
         sum."""
-        after = _Finish(self.block.body.buffer, finish).stmt(seq(*self.block.stmts[2:]))
+        after = ReplaceLoads(self.block.body.buffer, finish).stmt(seq(*self.block.stmts[2:]))
         body: Stmt = Allocate(total, seq(Store(total, (), literal(0, total.dtype)), reduced, after))
         return Substitute(fresh=True).stmt(nest(self.block.spatial, body))
 
@@ -362,25 +362,3 @@ class Products(ABC):
                 reduce_accumulators(total, partial, PERIOD, self.lanes),
             ),
         )
-
-
-class _Finish(ProgramRewriter):
-    """Replaces loads of the sum by `finish`."""
-
-    def __init__(self, total: Buffer, finish: Value) -> None:
-        super().__init__()
-        self._total, self._finish = total, finish
-
-    def _value(self, value: Value) -> Value:
-        return self._finish if isinstance(value, Load) and value.buffer is self._total else super()._value(value)
-
-
-class ReplaceLoad(ProgramRewriter):
-    """Replaces one load by another."""
-
-    def __init__(self, old: Load, new: Load) -> None:
-        super().__init__()
-        self._old, self._new = old, new
-
-    def _value(self, value: Value) -> Value:
-        return self._new if value is self._old else super()._value(value)

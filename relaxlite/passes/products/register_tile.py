@@ -37,7 +37,7 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, all_values
+from relaxlite.ir.program_visitor import ProgramRewriter, ReplaceLoads, Substitute, all_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, product, smax, smin, sym
 from relaxlite.passes.loops.pattern import perfect_nest
 from relaxlite.passes.loops.transforms import distribute, less, nest
@@ -450,7 +450,7 @@ class Tile:
 
     def _epilogue(self, loops: Sequence[For], at: dict[SymVar, SymExpr], load: Load, *, masked: bool) -> Stmt:
         final = Substitute(at, fresh=True).stmt(seq(*self._stmts[2:]))
-        final = _ReplaceElement(self.block.buffer, load).stmt(final)
+        final = ReplaceLoads(self.block.buffer, load).stmt(final)
         return Substitute(fresh=True).stmt(nest(loops, IfThenElse(self._guard(at), final) if masked else final))
 
     def _loops(
@@ -527,17 +527,6 @@ class _RedirectToPanel(ProgramRewriter):
             return super()._value(value)
         row, column = (index - start for index, start in zip(value.indices, self._corner, strict=True))
         return Load(self._panel, (row, column))
-
-
-class _ReplaceElement(ProgramRewriter):
-    """Replaces loads of the scalar element e[] by another load."""
-
-    def __init__(self, element: Buffer, load: Load) -> None:
-        super().__init__()
-        self._element, self._load = element, load
-
-    def _value(self, value: Value) -> Value:
-        return self._load if isinstance(value, Load) and value.buffer is self._element else super()._value(value)
 
 
 def by_piece(pieces: Sequence[ColumnPiece], number: SymExpr, make: Callable[[ColumnPiece, SymExpr], Stmt]) -> Stmt:

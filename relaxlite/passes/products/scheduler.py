@@ -72,8 +72,7 @@ from relaxlite.passes.products.strategy_table import (
     WINOGRAD_INT16,
 )
 from relaxlite.passes.products.transposed import find_transposed, tiled_transposed
-from relaxlite.passes.products.windows_nchw import nchw_tile_of, tiled_nchw
-from relaxlite.passes.products.windows_nhwc import tiled_windows, window_of
+from relaxlite.passes.products.windows import nchw_tile_of, nhwc_tile_of, tiled_nchw, tiled_nhwc
 from relaxlite.passes.products.winograd_tile import InnerTile, chained_terms, tiled_inner
 from relaxlite.passes.products.winograd_widened import find_widened
 from relaxlite.passes.schedule.primitives.trace import Step
@@ -182,11 +181,11 @@ class ReductionScheduler:
     def _windows(self, block: ReductionBlock) -> Stmt | None:
         """Lower a depthwise convolution or pooling; None: the block is neither."""
         lanes = self._lanes(block.body)
-        window = None if block.is_pair else window_of(block, lanes)
-        if window is not None:
+        nhwc = nhwc_tile_of(block, lanes)
+        if nhwc is not None:
             self._take(WINDOW_NHWC)
-            self.note("window_tile", window.along.var.name, lanes=lanes)
-            return tiled_windows(window)
+            self.note("window_tile", nhwc.along.var.name, lanes=lanes)
+            return tiled_nhwc(nhwc)
         nchw = nchw_tile_of(block, lanes)
         if nchw is None:
             return None

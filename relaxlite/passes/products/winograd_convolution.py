@@ -37,7 +37,7 @@ from relaxlite.ir.program import (
     Value,
     seq,
 )
-from relaxlite.ir.program_visitor import ProgramRewriter, Substitute
+from relaxlite.ir.program_visitor import ReplaceLoads, Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, smin, sym
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.passes.context import PassContext
@@ -252,7 +252,7 @@ class _Conv:
         for a in range(2):
             for b in range(2):
                 y = _combination(OUTPUT[a], OUTPUT[b], products)
-                final = _Put(self.block.body.buffer, y).stmt(seq(*self.block.stmts[2:]))
+                final = ReplaceLoads(self.block.body.buffer, y).stmt(seq(*self.block.stmts[2:]))
                 final = Substitute({n: image, h: row + a, w: column + b, c: channel}, fresh=True).stmt(final)
                 if masked:
                     final = IfThenElse(less(channel, outer), final)
@@ -274,17 +274,6 @@ def _combination(rows: tuple[int, ...], columns: tuple[int, ...], values: Mappin
     for sign, value in rest:
         total = Binary("add" if sign > 0 else "sub", total, value)
     return total
-
-
-class _Put(ProgramRewriter):
-    """Replaces loads of the sum by its value."""
-
-    def __init__(self, buffer: Buffer, value: Value) -> None:
-        super().__init__()
-        self._buffer, self._by = buffer, value
-
-    def _value(self, value: Value) -> Value:
-        return self._by if isinstance(value, Load) and value.buffer is self._buffer else super()._value(value)
 
 
 class _Transform(Rewriter):

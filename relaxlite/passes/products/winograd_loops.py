@@ -25,7 +25,8 @@ from relaxlite.ir.program import (
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, sym
 from relaxlite.passes.loops.transforms import init_accumulators, split_reduction
-from relaxlite.passes.products.prepared_rows import PreparedWeights, Product, Products, ReplaceLoad, Rows
+from relaxlite.passes.products.prepared_rows import PreparedWeights, Product, Products, Rows
+from relaxlite.passes.products.prologue import Replacement
 from relaxlite.passes.products.winograd_weights import TERMS, whole_steps
 from relaxlite.records import dataclass
 
@@ -61,7 +62,7 @@ class FloatProducts(Products):
             return Substitute(fresh=True).stmt(part.stage)
         assert isinstance(part.w, Load)
         total, width = part.block.body.buffer, weights.width[part.column.var]
-        reduced = ReplaceLoad(part.w, weights.w[part.w.indices[-2:]]).stmt(part.block.stmts[1])
+        reduced = Replacement({id(part.w): weights.w[part.w.indices[-2:]]}).stmt(part.block.stmts[1])
         return part.with_sum(reduced, Binary("mul", total[()], width), total)
 
     def _fast(self, part: Product, weights: PreparedWeights, rows: Rows) -> Stmt:

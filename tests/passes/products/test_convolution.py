@@ -23,7 +23,7 @@ from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products.convolution import column_vectors
 from relaxlite.passes.products.reduction import reduction_block
-from relaxlite.passes.products.windows_nhwc import window_of
+from relaxlite.passes.products.windows import nhwc_tile_of
 from relaxlite.target import Target
 from tests.support import tiers
 
@@ -211,7 +211,7 @@ def test_padding_is_tested_once_per_tile_of_a_depthwise_convolution() -> None:
     (program,) = lowered_programs(module, "drop_unused")
     block = reduction_block(program.body)
     assert block is not None
-    window = window_of(block, 16)
+    window = nhwc_tile_of(block, 16)
     assert window is not None and len(window.rows) == 2 and len(window.inside) == 2
     assert not any(isinstance(v, Select) for v in all_values(window.block.body) if v is window.value)
     (scheduled,) = lowered_programs(module, "schedule")

@@ -1,0 +1,80 @@
+"""`torch.compile(backend="relaxlite")`: one compilation for all sizes, weights that change, what runs in eager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import relaxlite.torch as rlt  # noqa: E402  (torch may be missing)
+
+nn = torch.nn
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    rlt.reset_report()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="relaxlite", dynamic=True)
+
+
+def test_one_compilation_serves_all_sizes_and_weights_may_change() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    fast = compiled(model)
+    with torch.no_grad():
+        for n in (3, 5, 9, 2, 17):
+            x = torch.randn(n, 16)
+            torch.testing.assert_close(fast(x), model(x))
+        assert rlt.report().compilations == 1 and not rlt.report().graphs[0].eager
+        model[0].weight.mul_(2)
+        torch.testing.assert_close(fast(x), model(x))
+        model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_sizes_aliases_and_written_inputs() -> None:
+    def function(x: Any, cache: Any) -> Any:
+        cache.add_(x.sum(0))
+        return x * x.shape[0], x.view(-1), cache, x.shape[0] * 2
+
+    fast = compiled(function)
+    for n in (2, 5, 7):
+        x, cache, own = torch.randn(n, 3), torch.ones(3), torch.ones(3)
+        got, wanted = fast(x, own), function(x, cache)
+        assert got[3] == wanted[3]
+        for a, b in zip((*got[:3], own), (*wanted[:3], cache), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@torch.library.custom_op("relaxlite_tests::eager_only", mutates_args=())
+def eager_only(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(0)
+
+
+@eager_only.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_is_not_supported_runs_in_eager_with_a_reason() -> None:
+    def function(x: Any) -> Any:
+        return eager_only((x * 2).relu() + 1).tanh() * 3
+
+    fast = compiled(function)
+    for n in (2, 4):
+        x = torch.randn(n, 3)
+        torch.testing.assert_close(fast(x), function(x))
+    assert "relaxlite_tests.eager_only.default: 1 call" in str(rlt.report())
+
+
+def test_gradients_are_refused() -> None:
+    fast = compiled(nn.Linear(2, 2))
+    with pytest.raises(Exception, match="computes no gradients, and a result requires one; call the model under"):
+        fast(torch.randn(1, 2))
