@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from relaxlite.frontend.common.unify import unify_dims
+from relaxlite.frontend.torch.convert_random import dropped
 from relaxlite.frontend.torch.node import Node
 from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
@@ -113,6 +114,9 @@ def dropout(n: Node, input: Expr, p: float, train: bool | None) -> Any:
     is_native = n.target.startswith("aten.native")
     drops_all = bool(train) and p == 1
     if train and 0 < p < 1 and not n.proves_equal(product(n.shape_of(input)), 0):
-        n.fail("dropout in training mode is random; export the model in eval mode: model.eval()")
+        if not n.target.startswith(("aten.dropout", "aten.native_dropout")):
+            n.fail("this dropout in training mode is not supported; export the model in eval mode: model.eval()")
+        result, kept = dropped(n, input, p)
+        return (result, kept) if is_native else result
     result = n.emit(ops.multiply(input, n.operand(0, n.dtype()))) if drops_all else input
     return (result, n.full(n.shape(), not drops_all, "bool")) if is_native else result

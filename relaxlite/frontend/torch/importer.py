@@ -57,6 +57,12 @@ class GraphImporter:
         constant = self._constants[key]
         return Complex(constant) if tensor.is_complex() else constant
 
+    # random numbers
+
+    def random_key(self) -> Expr:
+        """Return the key, uint32 of rank 0, of a random operator. ImportModelError where no state can hold a count."""
+        raise ImportModelError("random operators are supported in exported programs only")
+
     # nodes
 
     @contextmanager

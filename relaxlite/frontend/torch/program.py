@@ -17,6 +17,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.common.bounds import Bounds
+from relaxlite.frontend.common.random_values import hashed
 from relaxlite.frontend.torch import signature
 from relaxlite.frontend.torch.dtypes import dtype_name, to_numpy
 from relaxlite.frontend.torch.importer import GraphImporter
@@ -59,6 +60,8 @@ class ProgramImporter(GraphImporter):
         self._state: list[tuple[str, torch.Tensor, Var]] = []
         self._inputs: list[signature.Leaf] = []  # one for each leaf of the user's arguments
         self._sizes: list[tuple[Var, Any, str]] = []  # integer arguments, and the symbols that they bind
+        self._random: Var | None = None  # state of random operators: seed, number of calls
+        self._num_random = 0
 
     def run(self) -> IRModule:
         """Import the program."""
@@ -69,6 +72,9 @@ class ProgramImporter(GraphImporter):
                 self._bind_size(param, symbol, name)
             outputs = self.nodes(self.program.graph_module)
             results, leaves, updates = self._results(outputs)
+            if self._random is not None:
+                step = Constant.of(np.array([0, 1]))
+                updates.append((self._random, self.bb.emit(ops.add(self._random, step))))
             written = [param for param, _ in updates]
             fields = tuple(self.bb.leaf(x) for x in (*results, *(value for _, value in updates)))
             self.bb.result(fields[0] if len(fields) == 1 else Tuple(fields))
@@ -87,6 +93,25 @@ class ProgramImporter(GraphImporter):
         if self._state:
             functions[INITIAL_STATE] = self._initial_state()
         return IRModule(functions, Attrs({"producer": f"torch {torch.__version__}", **self._weight_names()}))
+
+    def random_key(self) -> Expr:
+        """Return a key that depends on seed, number of the call and number of the random operator.
+
+        The state `random_state`, int64 (seed, number of calls), counts on with each call of the executable.
+        """
+        if len(self._values) > 1:
+            raise ImportModelError("random operators in subgraphs are not supported")
+        if self._random is None:
+            name = self.bb.unique_name("random_state")
+            self._random = Var(name, TensorType.of((2,), "int64"))
+            self._state.append((name, torch.zeros(2, dtype=torch.int64), self._random))
+        emit = self.bb.emit
+        key: Expr = Constant.of(self._num_random, "uint32")
+        self._num_random += 1
+        for k in range(2):
+            number = emit(ops.reshape(emit(ops.slice(self._random, (k,), (1,))), ()))
+            key = hashed(emit, emit(ops.bitwise_xor(hashed(emit, key), emit(ops.cast(number, dtype="uint32")))))
+        return key
 
     # inputs
 

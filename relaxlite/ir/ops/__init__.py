@@ -13,6 +13,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (importing a module registers its 
     data_dependent,
     detection,
     elementwise,
+    factorizations,
     grouped_products,
     grouped_rows,
     hadamard,

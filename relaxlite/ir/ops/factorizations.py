@@ -1,0 +1,550 @@
+"""Factorizations of matrices: LU, Cholesky, Householder QR, triangular systems, and the matrix exponential.
+
+Each works on every matrix of a batch, in loops that follow the textbook: Golub and Van Loan, "Matrix Computations", 4th
+edition, sections 3.4 (LU), 4.2 (Cholesky), 5.1 and 5.2 (Householder), 9.3 (exponential). Sizes may be symbolic or 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from relaxlite.ir.expr import Expr
+from relaxlite.ir.op import Attr, Op, Sample, register
+from relaxlite.ir.ops.broadcast import Shape
+from relaxlite.ir.ops.elementwise import check_dtype
+from relaxlite.ir.ops.linalg import equality_checks
+from relaxlite.ir.ops.scalars import Scalar, index, literal, select
+from relaxlite.ir.program import Allocate, Buffer, Check, For, IfThenElse, LetIndex, Stmt, Store, loops, seq
+from relaxlite.ir.symbolic import SymExpr, SymVar, smin, sym
+from relaxlite.ir.types import TensorType, TupleType, Type
+
+ACCEPTS = ("float32", "float64")
+
+
+class _Matrix:
+    """One matrix of a batch: element access by row and column."""
+
+    def __init__(self, buffer: Buffer, batch: Shape) -> None:
+        self.buffer, self.batch = buffer, batch
+
+    def __getitem__(self, at: tuple[SymExpr, ...]) -> Scalar:
+        place = (*self.batch, *at)
+        return Scalar(self.buffer[place])
+
+    def set(self, at: tuple[SymExpr, ...], value: Scalar, combine: str | None = None) -> Stmt:
+        return Store(self.buffer, (*self.batch, *at), value.cast(self.buffer.dtype).value, combine)
+
+
+def _local(name: str, dtype: str) -> _Matrix:
+    return _Matrix(Buffer.of(name, (1,), dtype, "local"), ())
+
+
+_AT = (sym(0),)
+
+
+def _allocate(variables: Iterable[_Matrix], body: Stmt) -> Stmt:
+    for variable in variables:
+        body = Allocate(variable.buffer, body)
+    return body
+
+
+def each_matrix(batch: Shape, make: Callable[..., Stmt]) -> Stmt:
+    """Loops over the matrices of a batch."""
+    return loops("bcdefg", batch, make)
+
+
+class _MatrixOp(Op):
+    """Base of ops on (..., m, n)."""
+
+    def matrices(self, x: Expr, name: str) -> TensorType:
+        """Check that an operand is a batch of matrices, and return its type."""
+        ty = self.tensor(x, name)
+        check_dtype(self, ty, ACCEPTS, name)
+        if (ty.rank or 0) < 2:
+            self.fail(f"{name} must have the dimensions of a matrix, got {ty}")
+        return ty
+
+    def square_checks(self, x: Buffer) -> Stmt:
+        return seq(*equality_checks(f"{self.name}: a matrix must be square", (x.shape[-2], x.shape[-1])))
+
+
+def _draw_regular(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+    """Draw matrices that are far from singular."""
+    return rng.uniform(-1, 1, shape) + 3 * np.eye(shape[-2], shape[-1])
+
+
+@register
+class Lu(_MatrixOp):
+    """LU factorization with partial pivoting: (lu (..., m, n), pivots (..., k), rows (..., m), info (...)).
+
+    k = min(m, n). lu holds U and, below the diagonal, L without its unit diagonal. Row pivots[t] was exchanged with row
+    t, and rows are the numbers of the rows of x in their new order (int64). info is 0, or 1 + the first zero pivot.
+    """
+
+    name = "lu"
+    operands = ("x",)
+
+    def infer(self, x: Expr) -> Type:
+        ty = self.matrices(x, "x")
+        *batch, m, n = ty.shape or ()
+        pivots = TensorType.of((*batch, smin(m, n)), "int64")
+        return TupleType((ty, pivots, TensorType.of((*batch, m), "int64"), TensorType.of(tuple(batch), "int64")))
+
+    def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer, Buffer]) -> Stmt:
+        *batch, m, n = x.shape
+        size, where = _local("size", x.dtype), _local("where", "int64")
+        swap, row = _local("swap", x.dtype), _local("row", "int64")
+
+        def factorize(*b: SymExpr) -> Stmt:
+            source, (lu, pivots, rows, info) = _Matrix(x, b), (_Matrix(y, b) for y in out)
+
+            def exchange(t: SymExpr, p: SymVar) -> Stmt:
+                move = loops("j", (n,), lambda j: seq(
+                    swap.set(_AT, lu[t, j]), lu.set((t, j), lu[p, j]), lu.set((p, j), swap[_AT])
+                ))  # fmt: skip
+                return seq(move, row.set(_AT, rows[(t,)]), rows.set((t,), rows[(p,)]), rows.set((p,), row[_AT]))
+
+            def eliminate(t: SymExpr) -> Stmt:
+                def below(r: SymExpr) -> Stmt:
+                    i = t + 1 + r
+                    scale = lu.set((i, t), lu[i, t] / lu[t, t])
+                    return seq(scale, loops("j", (n - t - 1,), lambda j: lu.set(
+                        (i, t + 1 + j), lu[i, t + 1 + j] - lu[i, t] * lu[t, t + 1 + j]
+                    )))  # fmt: skip
+
+                return loops("r", (m - t - 1,), below)
+
+            def step(t: SymExpr) -> Stmt:
+                def consider(r: SymExpr) -> Stmt:
+                    value = lu[t + 1 + r, t].abs()
+                    better = seq(size.set(_AT, value), where.set(_AT, index(t + 1 + r)))
+                    return IfThenElse((value > size[_AT]).value, better)
+
+                p = SymVar("p")
+                singular = IfThenElse(info[()].equals(0).value, info.set((), index(t + 1)))
+                return seq(
+                    size.set(_AT, lu[t, t].abs()), where.set(_AT, index(t)), loops("r", (m - t - 1,), consider),
+                    LetIndex(p, where[_AT].value, seq(
+                        pivots.set((t,), index(p)),
+                        IfThenElse(index(p).differs(index(t)).value, exchange(t, p)),
+                        IfThenElse(size[_AT].equals(0.0).value, singular, eliminate(t)),
+                    )),
+                )  # fmt: skip
+
+            return seq(
+                loops("ij", (m, n), lambda i, j: lu.set((i, j), source[i, j])),
+                loops("i", (m,), lambda i: rows.set((i,), index(i))),
+                info.set((), index(0)),
+                loops("t", (smin(m, n),), step),
+            )
+
+        return _allocate((size, where, swap, row), each_matrix(tuple(batch), factorize))
+
+    def reference(self, x: Any) -> Any:
+        m, n = x.shape[-2:]
+        lu, pivots = x.copy(), np.zeros((*x.shape[:-2], min(m, n)), np.int64)
+        rows, info = np.zeros(x.shape[:-1], np.int64), np.zeros(x.shape[:-2], np.int64)
+        for b in np.ndindex(x.shape[:-2]):
+            rows[b] = np.arange(m)
+            for t in range(min(m, n)):
+                p = t + int(np.argmax(np.abs(lu[b][t:, t])))
+                pivots[b][t] = p
+                lu[b][[t, p]], rows[b][[t, p]] = lu[b][[p, t]], rows[b][[p, t]]
+                if lu[b][t, t] == 0:
+                    info[b] = info[b] or t + 1
+                    continue
+                lu[b][t + 1 :, t] /= lu[b][t, t]
+                lu[b][t + 1 :, t + 1 :] -= np.outer(lu[b][t + 1 :, t], lu[b][t, t + 1 :])
+        return lu, pivots, rows, info
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("b", "n", "n"),), tolerance=1e-4)
+        yield Sample((("n", 3),), dtypes=("float64",), tolerance=1e-9)
+
+
+@register
+class Cholesky(_MatrixOp):
+    """Cholesky factorization x = L L^T of symmetric matrices, read from their lower triangle: (L, info int64 (...)).
+
+    info is 0, or the order of the first leading part that is not positive definite; L is then NaN from there on.
+    """
+
+    name = "cholesky"
+    operands = ("x",)
+
+    def infer(self, x: Expr) -> Type:
+        ty = self.matrices(x, "x")
+        return TupleType((ty, TensorType.of((ty.shape or ())[:-2], "int64")))
+
+    def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer]) -> Stmt:
+        *batch, n, _ = x.shape
+        total = _local("total", "float64")
+
+        def factorize(*b: SymExpr) -> Stmt:
+            source, lower, info = _Matrix(x, b), _Matrix(out[0], b), _Matrix(out[1], b)
+
+            def remainder(i: SymExpr, j: SymExpr) -> Stmt:
+                def subtract(k: SymExpr) -> Stmt:
+                    return total.set(_AT, total[_AT] - (lower[i, k] * lower[j, k]).cast("float64"))
+
+                return seq(total.set(_AT, source[i, j].cast("float64")), loops("k", (j,), subtract))
+
+            def column(j: SymExpr) -> Stmt:
+                is_first = ~(total[_AT] > 0.0) & info[()].equals(0)
+
+                def below(r: SymExpr) -> Stmt:
+                    i = j + 1 + r
+                    divided = lower.set((i, j), total[_AT] / lower[j, j].cast("float64"))
+                    return seq(remainder(i, j), divided, lower.set((j, i), Scalar(literal(0.0, x.dtype))))
+
+                return seq(
+                    remainder(j, j),
+                    IfThenElse(is_first.value, info.set((), index(j + 1))),
+                    lower.set((j, j), select(info[()] > 0, float("nan"), total[_AT].unary("sqrt"))),
+                    loops("r", (n - j - 1,), below),
+                )
+
+            return seq(info.set((), index(0)), loops("j", (n,), column))
+
+        return seq(self.square_checks(x), _allocate((total,), each_matrix(tuple(batch), factorize)))
+
+    def reference(self, x: Any) -> Any:
+        lower, info = np.zeros(x.shape, np.float64), np.zeros(x.shape[:-2], np.int64)
+        with np.errstate(all="ignore"):
+            for b in np.ndindex(x.shape[:-2]):
+                for j in range(x.shape[-1]):
+                    rest = x[b][j:, j] - lower[b][j:, :j] @ lower[b][j, :j]
+                    if not rest[0] > 0 and info[b] == 0:
+                        info[b] = j + 1
+                    root = np.nan if info[b] else np.sqrt(rest[0])
+                    lower[b][j:, j] = rest / root
+                    lower[b][j, j] = root
+        return lower.astype(x.dtype), info
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("b", "n", "n"),), make={0: _draw_positive}, tolerance=1e-4)
+
+
+def _draw_positive(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+    """Draw symmetric positive definite matrices."""
+    root = rng.uniform(-1, 1, shape)
+    return root @ np.swapaxes(root, -1, -2) + 2 * np.eye(shape[-1])
+
+
+@register
+class SolveTriangular(_MatrixOp):
+    """Solution of a y = b for triangular matrices a (..., n, n) and b (..., n, k), with equal batch dimensions.
+
+    Only the triangle is read, and with `unit` not the diagonal, which is 1.
+    """
+
+    name = "solve_triangular"
+    operands = ("a", "b")
+    attrs: ClassVar[Mapping[str, Attr]] = {"upper": Attr("bool", False), "unit": Attr("bool", False)}
+
+    def infer(self, a: Expr, b: Expr, *, upper: bool, unit: bool) -> Type:
+        left, right = self.matrices(a, "a"), self.matrices(b, "b")
+        if left.dtype != right.dtype or left.rank != right.rank:
+            self.fail(f"operands must have one dtype and rank, got {left} and {right}")
+        return right
+
+    def lower(self, a: Buffer, b: Buffer, *, out: Buffer, upper: bool, unit: bool) -> Stmt:
+        *batch, n, count = b.shape
+        pairs = list(zip(a.shape[:-1], b.shape[:-1], strict=True))
+        checks = equality_checks("solve_triangular: sizes differ", *pairs, (a.shape[-1], n))
+
+        def solve(*at: SymExpr) -> Stmt:
+            matrix, right, result = _Matrix(a, at), _Matrix(b, at), _Matrix(out, at)
+
+            def row(s: SymExpr) -> Stmt:
+                i = n - 1 - s if upper else s
+
+                def subtract(t: SymExpr) -> Stmt:
+                    k = n - 1 - t if upper else t
+                    return loops("c", (count,), lambda c: result.set(
+                        (i, c), result[i, c] - matrix[i, k] * result[k, c]
+                    ))  # fmt: skip
+
+                divide = loops("c", (count,), lambda c: result.set((i, c), result[i, c] / matrix[i, i]))
+                copy = loops("c", (count,), lambda c: result.set((i, c), right[i, c]))
+                return seq(copy, loops("t", (s,), subtract), *(() if unit else (divide,)))
+
+            return loops("s", (n,), row)
+
+        return seq(*checks, each_matrix(tuple(batch), solve))
+
+    def reference(self, a: Any, b: Any, *, upper: bool, unit: bool) -> Any:
+        matrix = (np.triu if upper else np.tril)(a).astype(np.float64)
+        if unit:
+            matrix = matrix - matrix * np.eye(a.shape[-1]) + np.eye(a.shape[-1])
+        return np.linalg.solve(matrix, b.astype(np.float64)).astype(b.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        for attrs in ({}, {"upper": True}, {"upper": True, "unit": True}):
+            yield Sample((("b", "n", "n"), ("b", "n", 2)), attrs, make={0: _draw_regular}, tolerance=1e-3)
+
+
+def _reflect(
+    vector: Callable[[SymExpr], Scalar], tau: Scalar, target: _Matrix, t: SymExpr, rest: SymExpr, columns: SymExpr,
+    first: SymExpr, total: _Matrix,
+) -> Stmt:  # fmt: skip
+    """Apply I - tau v v^T, v = (1, vector(0), ...), to rows t and following of columns `first` and following."""
+
+    def column(c: SymExpr) -> Stmt:
+        j = first + c
+        add = loops("r", (rest,), lambda r: total.set(
+            _AT, total[_AT] + (vector(r) * target[t + 1 + r, j]).cast("float64")
+        ))  # fmt: skip
+        scaled = total.set(_AT, total[_AT] * tau.cast("float64"))
+        update = loops("r", (rest,), lambda r: target.set(
+            (t + 1 + r, j), target[t + 1 + r, j].cast("float64") - vector(r).cast("float64") * total[_AT]
+        ))  # fmt: skip
+        top = target.set((t, j), target[t, j].cast("float64") - total[_AT])
+        return seq(total.set(_AT, target[t, j].cast("float64")), add, scaled, top, update)
+
+    return loops("c", (columns,), column)
+
+
+@register
+class Geqrf(_MatrixOp):
+    """Householder QR as in LAPACK: (a (..., m, n), tau (..., min(m, n))).
+
+    a holds R and, below the diagonal, the reflectors without their first element 1.
+    """
+
+    name = "geqrf"
+    operands = ("x",)
+
+    def infer(self, x: Expr) -> Type:
+        ty = self.matrices(x, "x")
+        *batch, m, n = ty.shape or ()
+        return TupleType((ty, TensorType.of((*batch, smin(m, n)), ty.dtype)))
+
+    def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer]) -> Stmt:
+        *batch, m, n = x.shape
+        total, beta = _local("total", "float64"), _local("beta", "float64")
+
+        def factorize(*b: SymExpr) -> Stmt:
+            source, a, tau = _Matrix(x, b), _Matrix(out[0], b), _Matrix(out[1], b)
+
+            def step(t: SymExpr) -> Stmt:
+                rest = m - t - 1
+                wide = a[t, t].cast("float64")
+
+                def square(r: SymExpr) -> Scalar:
+                    value = a[t + 1 + r, t].cast("float64")
+                    return value * value
+
+                length = (wide * wide + total[_AT]).unary("sqrt")
+                reflector = seq(
+                    beta.set(_AT, select(a[t, t] < 0.0, length, -length)),
+                    tau.set((t,), (beta[_AT] - wide) / beta[_AT]),
+                    loops("r", (rest,), lambda r: a.set(
+                        (t + 1 + r, t), a[t + 1 + r, t].cast("float64") / (wide - beta[_AT])
+                    )),
+                    a.set((t, t), beta[_AT]),
+                    _reflect(lambda r: a[t + 1 + r, t], tau[(t,)], a, t, rest, n - t - 1, t + 1, total),
+                )  # fmt: skip
+                return seq(
+                    total.set(_AT, Scalar(literal(0.0, "float64"))),
+                    loops("r", (rest,), lambda r: total.set(_AT, total[_AT] + square(r))),
+                    IfThenElse(
+                        total[_AT].equals(0.0).value, tau.set((t,), Scalar(literal(0.0, x.dtype))), reflector
+                    ),
+                )  # fmt: skip
+
+            copy = loops("ij", (m, n), lambda i, j: a.set((i, j), source[i, j]))
+            return seq(copy, loops("t", (smin(m, n),), step))
+
+        return _allocate((total, beta), each_matrix(tuple(batch), factorize))
+
+    def reference(self, x: Any) -> Any:
+        m, n = x.shape[-2:]
+        a, tau = x.astype(np.float64), np.zeros((*x.shape[:-2], min(m, n)))
+        for b in np.ndindex(x.shape[:-2]):
+            for t in range(min(m, n)):
+                below = a[b][t + 1 :, t]
+                if not (below**2).sum():
+                    continue
+                alpha = a[b][t, t]
+                beta = np.sqrt(alpha**2 + (below**2).sum()) * (1 if alpha < 0 else -1)
+                tau[b][t] = (beta - alpha) / beta
+                v = np.concatenate([[1], below / (alpha - beta)])
+                a[b][t:, t + 1 :] -= tau[b][t] * np.outer(v, v @ a[b][t:, t + 1 :])
+                a[b][t:, t] = np.concatenate([[beta], v[1:]])
+        return a.astype(x.dtype), tau.astype(x.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("b", "n", 3),), tolerance=1e-4)
+        yield Sample(((3, "n"),), tolerance=1e-4)
+
+
+@register
+class HouseholderProduct(_MatrixOp):
+    """The first n columns of the product of reflectors I - tau v v^T, as `geqrf` gives them in a (..., m, n)."""
+
+    name = "householder_product"
+    operands = ("a", "tau")
+
+    def infer(self, a: Expr, tau: Expr) -> Type:
+        ty = self.matrices(a, "a")
+        if self.tensor(tau, "tau").dtype != ty.dtype or self.tensor(tau, "tau").rank != (ty.rank or 0) - 1:
+            self.fail(f"tau must be a vector per matrix, got {tau.ty} for {ty}")
+        return ty
+
+    def lower(self, a: Buffer, tau: Buffer, *, out: Buffer) -> Stmt:
+        *batch, m, n = a.shape
+        total, count = _local("total", "float64"), tau.shape[-1]
+
+        def multiply(*b: SymExpr) -> Stmt:
+            vectors, factors, result = _Matrix(a, b), _Matrix(tau, b), _Matrix(out, b)
+
+            def step(s: SymExpr) -> Stmt:
+                t = count - 1 - s
+                return _reflect(
+                    lambda r: vectors[t + 1 + r, t], factors[(t,)], result, t, m - t - 1, n, sym(0), total
+                )  # fmt: skip
+
+            one, zero = Scalar(literal(1.0, out.dtype)), 0.0
+            start = loops("ij", (m, n), lambda i, j: result.set((i, j), select(index(i).equals(index(j)), one, zero)))
+            return seq(start, loops("s", (count,), step))
+
+        return _allocate((total,), each_matrix(tuple(batch), multiply))
+
+    def reference(self, a: Any, tau: Any) -> Any:
+        m, n = a.shape[-2:]
+        result = np.broadcast_to(np.eye(m, n), a.shape).copy()
+        for b in np.ndindex(a.shape[:-2]):
+            for t in reversed(range(tau.shape[-1])):
+                v = np.concatenate([np.zeros(t), [1], a[b][t + 1 :, t].astype(np.float64)])
+                result[b] -= tau[b][t] * np.outer(v, v @ result[b])
+        return result.astype(a.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("b", "n+2", 3), ("b", 2)), tolerance=1e-3)
+
+
+_TERMS = 16  # of the Taylor series: 0.5 ** 17 / 17! is below the precision of float64
+
+
+@register
+class MatrixExp(_MatrixOp):
+    """The matrix exponential, by a Taylor series of x / 2**s with norm <= 1/2, squared s times, in float64."""
+
+    name = "matrix_exp"
+    operands = ("x",)
+
+    def infer(self, x: Expr) -> Type:
+        return self.matrices(x, "x")
+
+    def lower(self, x: Buffer, *, out: Buffer) -> Stmt:
+        *batch, n, _ = x.shape
+        scaled, power, next_power = (
+            _Matrix(Buffer.of(name, (n, n), "float64"), ()) for name in ("scaled", "power", "next")
+        )
+        norm, total = _local("norm", "float64"), _local("total", "float64")
+
+        def multiply(a: _Matrix, b: _Matrix, result: _Matrix) -> Stmt:
+            def element(i: SymExpr, j: SymExpr) -> Stmt:
+                add = loops("k", (n,), lambda k: total.set(_AT, total[_AT] + a[i, k] * b[k, j]))
+                return seq(total.set(_AT, Scalar(literal(0.0, "float64"))), add, result.set((i, j), total[_AT]))
+
+            return loops("ij", (n, n), element)
+
+        def exponential(*b: SymExpr) -> Stmt:
+            source, result = _Matrix(x, b), _Matrix(out, b)
+            zero, one = Scalar(literal(0.0, "float64")), Scalar(literal(1.0, "float64"))
+            column_sum = lambda j: seq(  # noqa: E731
+                total.set(_AT, zero),
+                loops("i", (n,), lambda i: total.set(_AT, total[_AT] + source[i, j].abs().cast("float64"))),
+                norm.set(_AT, norm[_AT].maximum(total[_AT])),
+            )
+            squarings, q = SymVar("squarings", lower=0), SymVar("q", lower=0)
+            halvings = (norm[_AT].unary("log") * (1 / np.log(2.0))).unary("ceil") + 1.0
+            count = halvings.maximum(0.0).minimum(1100.0).cast("int64")
+            factor = (-index(squarings, "float64")).exp2()
+
+            def taylor(t: SymExpr) -> Stmt:
+                divisor = index(_TERMS - t, "float64")
+                add = loops("ij", (n, n), lambda i, j: power.set(
+                    (i, j), next_power[i, j] / divisor + select(index(i).equals(index(j)), one, zero)
+                ))  # fmt: skip
+                return seq(multiply(scaled, power, next_power), add)
+
+            identity = lambda i, j: power.set((i, j), select(index(i).equals(index(j)), one, zero))  # noqa: E731
+            square = seq(
+                multiply(power, power, next_power),
+                loops("ij", (n, n), lambda i, j: power.set((i, j), next_power[i, j])),
+            )
+            body = seq(
+                loops("ij", (n, n), lambda i, j: scaled.set((i, j), source[i, j].cast("float64") * factor)),
+                loops("ij", (n, n), identity),
+                loops("t", (_TERMS,), taylor),
+                For(q, squarings, square),
+                loops("ij", (n, n), lambda i, j: result.set((i, j), power[i, j])),
+            )
+            return seq(norm.set(_AT, zero), loops("j", (n,), column_sum), LetIndex(squarings, count.value, body))
+
+        body = each_matrix(tuple(batch), exponential)
+        return seq(self.square_checks(x), _allocate((scaled, power, next_power, norm, total), body))
+
+    def reference(self, x: Any) -> Any:
+        wide = x.astype(np.float64) / 1024
+        term = total = np.broadcast_to(np.eye(x.shape[-1]), x.shape)
+        for k in range(1, 20):
+            term = term @ wide / k
+            total = total + term
+        for _ in range(10):
+            total = total @ total
+        return total.astype(x.dtype)
+
+    def samples(self) -> Iterable[Sample]:
+        yield Sample((("b", "n", "n"),), tolerance=1e-3)
+
+
+@register
+class PivotRows(Op):
+    """Order of `count` rows after the exchanges of `lu`: of row t with row pivots[t], in order. Both are int64."""
+
+    name = "pivot_rows"
+    operands = ("pivots", "count")
+
+    def infer(self, pivots: Expr, count: Expr) -> Type:
+        ty, (rows,) = self.tensor(pivots, "pivots"), self.shape(count, "count")
+        if ty.dtype != "int64" or not ty.shape:
+            self.fail(f"pivots must be int64 vectors, got {ty}")
+        return TensorType.of((*ty.shape[:-1], rows), "int64")
+
+    def lower(self, pivots: Buffer, count: Shape, *, out: Buffer) -> Stmt:
+        row = _local("row", "int64")
+
+        def order(*b: SymExpr) -> Stmt:
+            rows = _Matrix(out, b)
+
+            def exchange(t: SymExpr) -> Stmt:
+                p = SymVar("p")
+                swap = seq(row.set(_AT, rows[(t,)]), rows.set((t,), rows[(p,)]), rows.set((p,), row[_AT]))
+                inside = (index(p) >= 0) & (index(p) < index(count[0])) & (index(t) < index(count[0]))
+                check = Check(inside.value, "pivot_rows: a pivot is out of range")
+                return LetIndex(p, _Matrix(pivots, b)[(t,)].value, seq(check, swap))
+
+            start = loops("i", (count[0],), lambda i: rows.set((i,), index(i)))
+            return seq(start, loops("t", (pivots.shape[-1],), exchange))
+
+        return _allocate((row,), each_matrix(pivots.shape[:-1], order))
+
+    def reference(self, pivots: Any, count: tuple[int, ...]) -> Any:
+        rows = np.broadcast_to(np.arange(count[0]), (*pivots.shape[:-1], count[0])).copy()
+        for b in np.ndindex(pivots.shape[:-1]):
+            for t, p in enumerate(pivots[b]):
+                rows[b][[t, p]] = rows[b][[p, t]]
+        return rows
+
+    def samples(self) -> Iterable[Sample]:
+        def draw(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+            return rng.integers(0, max(shape[-1], 1), shape)
+
+        yield Sample((("b", "n"), ("n+1",)), dtypes=("int64", "shape"), make={0: draw})
