@@ -159,7 +159,8 @@ class TupleGetItem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class If:
-    """Conditional expression. `cond` is a bool tensor of one element. Both bodies yield values of type `ty`."""
+    """Conditional expression. `cond` is a bool tensor of one element. Both bodies yield values of type `ty`, which may
+    leave sizes unknown: a MatchShape after it binds them."""
 
     cond: Expr
     then_body: Body

@@ -29,15 +29,18 @@ class Pass:
     before: tuple[str, ...] = ()
 
 
-def checked_order(*passes: Pass) -> tuple[Pass, ...]:
-    """A pipeline of these passes. Raises PassError for two of one name, and for a pass that stands before one that it
-    needs or after one that it must precede."""
+def checked_order(*passes: Pass, is_complete: bool = False) -> tuple[Pass, ...]:
+    """A pipeline of these passes. Raises PassError for two of one name, for a pass that stands before one that it needs
+    or after one that it must precede, and in a complete one for a name in `after` or `before` that is no pass of it."""
     place: dict[str, int] = {}
     for number, step in enumerate(passes):
         if step.name in place:
             raise PassError(f"two passes of a pipeline are named {step.name}")
         place[step.name] = number
     for number, step in enumerate(passes):
+        unknown = [name for name in (*step.after, *step.before) if is_complete and name not in place]
+        if unknown:
+            raise PassError(f"pass {step.name} must come after or before {unknown[0]}, which is no pass")
         late = [name for name in step.after if place.get(name, -1) > number]
         early = [name for name in step.before if place.get(name, number) < number]
         if late or early:

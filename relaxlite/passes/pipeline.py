@@ -220,6 +220,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         ),
         _step("plan_memory", plan_memory, "dps", "offsets are still expressions of symbols", before=("lower_shapes",)),
         _step("lower_shapes", lower_shapes, "vm", "the last: no symbol is left after it", after=("plan_memory",)),
+        is_complete=True,
     )  # fmt: skip
 
 

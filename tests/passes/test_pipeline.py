@@ -34,6 +34,14 @@ def test_a_pass_out_of_order_is_refused_with_its_reason() -> None:
         checked_order(idle("fold"), idle("fold"))
 
 
+@pytest.mark.parametrize("step", [idle("own", after=("fuze",)), idle("own", before=("fuze",))])
+def test_a_name_that_is_no_pass_of_a_complete_pipeline_is_refused(step: Pass) -> None:
+    for steps in ((step, idle("fuse")), (step, *default_pipeline())):
+        assert checked_order(*steps) == steps
+        with pytest.raises(PassError, match="pass own must come after or before fuze, which is no pass"):
+            checked_order(*steps, is_complete=True)
+
+
 @pytest.mark.parametrize("name", [step.name for step in default_pipeline() if step.after or step.before])
 def test_no_pass_can_be_moved_past_what_it_names(name: str) -> None:
     """To the other end of the pipeline."""

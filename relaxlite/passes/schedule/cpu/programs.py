@@ -1,11 +1,13 @@
-"""Schedule rules for CPUs: the transformations of each loop nest, chosen by its accesses and the target's registers.
+"""Schedule rules for CPUs: the first that matches a loop nest, in the order of `nest`, by accesses and registers.
 
-    row program         one loop over rows, several over each row (row_programs.py)
-    transpose           tiles transposed in registers (transpose.py)
-    injective nest      fuse loops whose accesses stay linear; vectorize the innermost; run the outermost in parallel
     reduction           a register tile: rows x vectors of outputs accumulate while the reduced loops run inside
                         (matmul, convolution, column sums), or, where only a reduced loop is contiguous, partial sums
                         in vector lanes (row sums, dot products)
+    grouped product     a reduction for each group of rows, with the weight of the group (blocks_grouped.py)
+    row program         one loop over rows, several over each row (row_programs.py)
+    body with arrays    parallel loops around a serial body
+    transpose           tiles transposed in registers (transpose.py); sizes below a tile take the next rules
+    injective nest      fuse loops whose accesses stay linear; vectorize the innermost; run the outermost in parallel
     other nests         vectorize innermost loops whose iterations are independent or combine into one element
 
 Shapes may be symbolic: tiles have exact tails, masked along vectors and with fewer rows.
@@ -19,13 +21,7 @@ from functools import reduce
 from typing import Any
 
 from relaxlite import dtypes
-from relaxlite.ir.attributes import (
-    BATCH_INVARIANT,
-    IN_PLACE,
-    MIN_PREPARED_ROWS,
-    SCHEDULED,
-    WRITES_INPUTS,
-)
+from relaxlite.ir.attributes import BATCH_INVARIANT, IN_PLACE, MIN_PREPARED_ROWS, SCHEDULED, WRITES_INPUTS
 from relaxlite.ir.expr import Attrs, AttrValue
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.ops.scalars import identity
