@@ -171,6 +171,7 @@ class CompiledGraph:
             module = importer.run()
         self._executable = Executable(driver.build(module, **self._options))
         self._inputs, self._outputs, self._scalars = importer.inputs, importer.outputs, importer.scalars
+        self._views = _views_of_inputs(self._graph)
         self._entry.compilations += 1
         self._entry.seconds += time.perf_counter() - start
 
@@ -183,13 +184,53 @@ class CompiledGraph:
         scalars = self._scalars
         arrays = [np.asarray(args[k]) if k in scalars else to_array(args[k]) for k in self._inputs]
         results = self._executable._call(tuple(arrays))
-        return [value if kind == "const" else _converted(kind, results[value]) for kind, value in self._outputs]
+        outputs = [value if kind == "const" else _converted(kind, results[value]) for kind, value in self._outputs]
+        if self._views is not None:
+            numbers, views = self._views
+            for number, view in zip(numbers, views(*args), strict=True):
+                outputs[number] = view
+        return outputs
 
     def as_module_forward(self, *args: Any) -> Any:
         """Run as the forward of a graph module: one result alone is no list."""
         results = self(*args)
         output = next(node for node in self._graph.graph.nodes if node.op == "output")
         return tuple(results) if isinstance(output.args[0], tuple | list) else results[0]
+
+
+def _views_of_inputs(graph: torch.fx.GraphModule) -> tuple[list[int], torch.fx.GraphModule] | None:
+    """Return the numbers of the results that are views of inputs, and a graph that takes these views.
+
+    aot_autograd makes such results from the input, by the strides and the offset of what the graph gives.
+    """
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    results = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
+    numbers = [k for k, node in enumerate(results) if isinstance(node, torch.fx.Node) and _is_view_of_input(node)]
+    if not numbers:
+        return None
+    views = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    needed = {results[k] for k in numbers}
+    pending = list(needed)
+    while pending:
+        more = [n for n in pending.pop().all_input_nodes if n not in needed]
+        needed.update(more)
+        pending += more
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" or node in needed:
+            copies[node] = views.node_copy(node, copies.__getitem__)
+    views.output(tuple(copies[results[k]] for k in numbers))
+    return numbers, torch.fx.GraphModule(graph, views)
+
+
+def _is_view_of_input(node: torch.fx.Node) -> bool:
+    """Whether a chain of operators that share memory leads from an input to a node."""
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        returns = node.target._schema.returns
+        if not returns or returns[0].alias_info is None or not isinstance(node.args[0], torch.fx.Node):
+            return False
+        node = node.args[0]
+    return node.op == "placeholder"
 
 
 def _converted(kind: str, array: np.ndarray) -> Any:

@@ -53,6 +53,20 @@ def test_sizes_aliases_and_written_inputs() -> None:
             torch.testing.assert_close(a, b)
 
 
+def test_results_that_are_views_of_an_input_keep_their_place_in_it() -> None:
+    """A view at an offset used to be taken from the beginning of its input."""
+    for function in (
+        lambda x: x[x.shape[0] - 1 :],
+        lambda x: (x[1:].T, x * 2, x.view(-1)[3:]),
+        lambda x: (x.unsqueeze(0), x[:, 1]),
+    ):
+        torch._dynamo.reset()
+        fast = compiled(function)
+        for n in (2, 5):
+            x = torch.randn(n, 3)
+            torch.testing.assert_close(fast(x), function(x))
+
+
 @torch.library.custom_op("relaxlite_tests::eager_only", mutates_args=())
 def eager_only(x: torch.Tensor) -> torch.Tensor:
     return x.flip(0)
