@@ -70,6 +70,8 @@ def bit_cast(n: Node) -> Result:
         n.fail(f"a cast of the bits of {source} to {dtype}, which differ in size, is not supported")
     if value is not None:
         return Constant.of(np.ascontiguousarray(value).view(dtypes.to_numpy(dtype)))
-    if "bool" in (dtype, source):
+    if source == "bool":
+        return ops.cast(n.input(0), dtype=dtype)  # its bits are those of 0 and 1
+    if dtype == "bool":
         n.fail(f"a cast of the bits of {source} to {dtype} is supported for constants only")
     return ops.bitcast(n.input(0), dtype=dtype)

@@ -412,7 +412,9 @@ class HouseholderProduct(_MatrixOp):
             start = loops("ij", (m, n), lambda i, j: result.set((i, j), select(index(i).equals(index(j)), one, zero)))
             return seq(start, loops("s", (count,), step))
 
-        return _allocate((total,), each_matrix(tuple(batch), multiply))
+        pairs = tuple(zip(tau.shape[:-1], batch, strict=True))
+        checks = equality_checks("householder_product: batches of tau and a", *pairs)
+        return seq(*checks, _allocate((total,), each_matrix(tuple(batch), multiply)))
 
     def reference(self, a: Any, tau: Any) -> Any:
         m, n = a.shape[-2:]

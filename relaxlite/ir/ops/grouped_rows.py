@@ -9,6 +9,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Op, Sample, register
+from relaxlite.ir.ops.linalg import equality_checks
 from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import Buffer, LetIndex, Stmt, Store, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar
@@ -43,7 +44,9 @@ class GroupedRowsMatmul(Op):
             zeros = loops("n", (w.shape[2],), lambda n: Store(out, (i, n), literal(0, out.dtype)))
             return LetIndex(group, groups[i], seq(zeros, loops("kn", (w.shape[1], w.shape[2]), product)))
 
-        return loops("i", (x.shape[0],), row)
+        pairs = ((groups.shape[0], x.shape[0]), (w.shape[1], x.shape[1]))
+        checks = equality_checks("grouped_rows_matmul: rows of groups and x, depths of w and x", *pairs)
+        return seq(*checks, loops("i", (x.shape[0],), row))
 
     def reference(self, x: np.ndarray, w: np.ndarray, groups: np.ndarray) -> np.ndarray:
         return np.einsum("mk,mkn->mn", x, w[groups]) if len(x) else np.zeros((0, w.shape[2]), x.dtype)

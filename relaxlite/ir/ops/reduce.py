@@ -407,8 +407,10 @@ class _Scan(Op):
     def reference(self, x: Any, *, axis: int, exclusive: bool, reverse: bool) -> Any:
         wide = x.astype(np.float32) if x.dtype.name in HALF else x
         wide = np.flip(wide, axis) if reverse else wide
-        function, start = _SCANS[self.combine], identity(self.combine, wide.dtype.name).value
+        function = _SCANS[self.combine]
         if exclusive:
+            neutral = {"add": 0, "mul": 1}.get(self.combine)
+            start = identity(self.combine, wide.dtype.name).value if neutral is None else neutral
             first, rest = np.split(np.roll(wide, 1, axis), [1], axis)
             wide = np.concatenate([np.full_like(first, start), rest], axis)
         result = function(wide, axis=axis)
