@@ -93,7 +93,7 @@ def measure(name: str, rounds: int) -> list[float]:
         ratios.append(medians["inductor"] / medians["relaxlite"])
         print(f"{name:10} {shape!s:12} {row}  {ratios[-1]:5.2f}x  difference {worst:.1e}", flush=True)
     for _ in range(20):
-        b, n = shapes[0]
+        n = shapes[0][1]
         size = (
             1 + torch.randint(0, 4, ()).item(),
             n if name in ("whisper", "resnet50") else n + torch.randint(1, 99, ()).item(),

@@ -27,6 +27,7 @@ from relaxlite.frontend.torch import (  # noqa: F401  (each registers its conver
     convert_creation,
     convert_data_dependent,
     convert_elementwise,
+    convert_experts,
     convert_factorizations,
     convert_indexing,
     convert_linalg,

@@ -14,8 +14,9 @@ from torch.export import dynamic_shapes as shapes
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError, RelaxliteError
 from relaxlite.frontend.common.bounds import Bounds
-from relaxlite.frontend.torch.functional import functionalize, recurrent_layers_kept
+from relaxlite.frontend.torch.functional import functionalize
 from relaxlite.frontend.torch.program import DimNames, ProgramImporter
+from relaxlite.frontend.torch.recurrent_layers import recurrent_layers_kept
 from relaxlite.frontend.torch.survey import check_operators
 from relaxlite.garbage import with_gc_disabled
 from relaxlite.ir.module import IRModule

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram, _patches, default_decompositions
+from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, OutputSpec, TensorArgument
 
 from relaxlite.frontend.torch.aliasing import CannotFunctionalize, functional_graph
+from relaxlite.frontend.torch.recurrent_layers import recurrent_layers_kept
 from relaxlite.frontend.torch.registry import find_converter
 from relaxlite.frontend.torch.survey import all_nodes, name_of, needs_converter
 
@@ -86,17 +86,6 @@ def _with_buffers(program: ExportedProgram) -> ExportedProgram:
     changed = copy.copy(program)
     changed._graph_signature = ExportGraphSignature(specs, signature.output_specs)
     return changed
-
-
-@contextmanager
-def recurrent_layers_kept() -> Iterator[None]:
-    """Keep LSTM and GRU layers whole in exports and retraces, so that their time stays dynamic (pytorch#193192)."""
-    with ExitStack() as patches:
-        for name in ("register_lstm_while_loop_decomposition", "register_gru_while_loop_decomposition"):
-            patch = getattr(_patches, name, None)
-            if patch is not None:
-                patches.enter_context(patch())
-        yield
 
 
 def _needs_retrace(node: torch.fx.Node) -> bool:

@@ -15,6 +15,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (importing a module registers its 
     elementwise,
     factorizations,
     grouped_products,
+    grouped_rows,
     hadamard,
     indexing,
     kv_cache,
