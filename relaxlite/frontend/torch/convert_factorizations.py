@@ -118,11 +118,13 @@ def check_errors(n: Node, info: Expr, api_name: str, is_matrix: bool) -> None:
 
 
 @torch_op("higher_order.with_effects")
-def with_effects(n: Node, token: Any, operator: Any, *operands: Any) -> tuple[Any, ...]:
+def with_effects(
+    n: Node, token: Any, operator: Any, *operands: Any, is_matrix: bool | None = None
+) -> tuple[Any, ...]:  # fmt: skip
     """An operator that is kept for its effect: the check of a factorization. Effects have no order to keep here."""
     if str(operator) != "aten._linalg_check_errors.default":
         n.fail(f"the effect of {operator} is not supported")
-    check_errors(n, *operands, is_matrix=True)
+    check_errors(n, *operands, is_matrix=bool(is_matrix))
     return (token, None)
 
 
