@@ -93,7 +93,7 @@ def _needs_retrace(node: torch.fx.Node) -> bool:
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         if node.target._schema.is_mutable:
-            return True
+            return False  # see `_without_writes`
         if find_converter(name_of(node.target)) is not None:
             return _updates_statistics(node)
         return node.target in _default_table() or bool(node.target._can_decompose())  # composite ones lose views

@@ -414,7 +414,9 @@ class HouseholderProduct(_MatrixOp):
 
         pairs = tuple(zip(tau.shape[:-1], batch, strict=True))
         checks = equality_checks("householder_product: batches of tau and a", *pairs)
-        return seq(*checks, _allocate((total,), each_matrix(tuple(batch), multiply)))
+        fits = (index(count) <= index(m)) & (index(count) <= index(n))
+        within = Check(fits.value, f"householder_product: {count} reflections of {m} x {n} matrices")
+        return seq(*checks, within, _allocate((total,), each_matrix(tuple(batch), multiply)))
 
     def reference(self, a: Any, tau: Any) -> Any:
         m, n = a.shape[-2:]

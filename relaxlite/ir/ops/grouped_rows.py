@@ -10,8 +10,8 @@ from relaxlite import dtypes
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Op, Sample, register
 from relaxlite.ir.ops.linalg import equality_checks
-from relaxlite.ir.ops.scalars import Scalar, literal
-from relaxlite.ir.program import Buffer, LetIndex, Stmt, Store, loops, seq
+from relaxlite.ir.ops.scalars import Scalar, index, literal
+from relaxlite.ir.program import Buffer, Check, LetIndex, Stmt, Store, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.ir.types import TensorType, Type
 
@@ -42,7 +42,10 @@ class GroupedRowsMatmul(Op):
                 return Store(out, (i, n), (Scalar(x[i, k]) * Scalar(w[group, k, n])).value, "add")
 
             zeros = loops("n", (w.shape[2],), lambda n: Store(out, (i, n), literal(0, out.dtype)))
-            return LetIndex(group, groups[i], seq(zeros, loops("kn", (w.shape[1], w.shape[2]), product)))
+            number = Scalar(groups[i])
+            is_group = (number >= 0) & (number < index(w.shape[0]))
+            check = Check(is_group.value, f"grouped_rows_matmul: a row's group is not among the {w.shape[0]} of w")
+            return seq(check, LetIndex(group, groups[i], seq(zeros, loops("kn", (w.shape[1], w.shape[2]), product))))
 
         pairs = ((groups.shape[0], x.shape[0]), (w.shape[1], x.shape[1]))
         checks = equality_checks("grouped_rows_matmul: rows of groups and x, depths of w and x", *pairs)
