@@ -11,6 +11,7 @@ from relaxlite import dtypes
 from relaxlite.frontend.onnx.convert_shapes import normalize_axis
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.runtime_values import by_axes
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.symbolic import SymExpr, as_int
@@ -40,10 +41,15 @@ def dft_17(n: Node) -> Result:
 
 @onnx_op("DFT", since=20)
 def dft(n: Node) -> Result:
-    return _dft(n, n.const_ints(2, "axis")[0] if n.optional(2) is not None else -2)
+    if n.optional(2) is None:
+        return _dft(n, -2)
+    is_real_inverse = n.flag("inverse") and n.flag("onesided") and n.optional(1) is None
+    # One bin alone says nothing of the length of a real signal, 2 * (bins - 1) by default.
+    possible = [k for k, d in enumerate(n.shape()[:-1]) if not (is_real_inverse and as_int(d) == 1)]
+    return by_axes(n, 2, n.rank(), lambda axes: n.emit(_dft(n, axes[0])), possible=possible)
 
 
-def _dft(n: Node, axis: int) -> Result:
+def _dft(n: Node, axis: int) -> Expr:
     inverse, onesided = n.flag("inverse"), n.flag("onesided")
     axis = normalize_axis(n, axis, n.rank())
     size = n.shape()[axis]
@@ -54,7 +60,7 @@ def _dft(n: Node, axis: int) -> Result:
     return ops.dft(n.input(0), (length,), axis=axis, inverse=inverse, onesided=onesided)
 
 
-def _real_inverse(n: Node, axis: int, length: SymExpr) -> Result:
+def _real_inverse(n: Node, axis: int, length: SymExpr) -> Expr:
     """Emit the real signal of a one-sided spectrum, completed by X[length - k] = conj(X[k])."""
     last, dims = n.rank() - 1, n.shape()
     bins = length // 2 + 1
