@@ -19,7 +19,15 @@ from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, c
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.garbage import with_gc_disabled
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
-from relaxlite.ir.attributes import CALL_STRUCTURE, INPUT_NAMES, OUTPUT_NAMES, STATE
+from relaxlite.ir.attributes import (
+    CALL_STRUCTURE,
+    INPUT_FORMS,
+    INPUT_NAMES,
+    OUTPUT_FORMS,
+    OUTPUT_NAMES,
+    STATE,
+    STRINGS,
+)
 from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, Let
 from relaxlite.ir.module import IRModule
@@ -38,6 +46,7 @@ from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.memory.donate import donated_params
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule.tuning import Tuning
+from relaxlite import forms
 from relaxlite.runtime.executable import (
     ENTRY,
     Entry,
@@ -240,10 +249,37 @@ def signature_of(function: Function) -> Signature:
     symbol_names = _unique_names(s for ty in (*(p.ty for p in function.params), *types) for s in type_symbols(ty))
     inputs = tuple(_spec(str(name), p.ty, symbol_names) for name, p in zip(input_names, function.params, strict=True))
     outputs = tuple(_spec(str(name), ty, symbol_names) for name, ty in zip(output_names, types, strict=True))
+    input_forms, output_forms = _forms(function, INPUT_FORMS), _forms(function, OUTPUT_FORMS)
+    if input_forms or output_forms:
+        inputs, outputs = _with_elements(inputs, input_forms), _with_elements(outputs, output_forms)
     donated_names = tuple(str(input_names[function.params.index(param)]) for param in donated)
     structure, state = function.attrs.get(CALL_STRUCTURE, ""), function.attrs.get(STATE, ())
     assert isinstance(structure, str) and isinstance(state, tuple)
-    return Signature(inputs, outputs, donated_names, structure, tuple(map(str, state)))
+    strings = function.attrs.get(STRINGS, ())
+    assert isinstance(strings, tuple)
+    return Signature(
+        inputs,
+        outputs,
+        donated_names,
+        structure,
+        tuple(map(str, state)),
+        input_forms,
+        output_forms,
+        tuple(map(str, strings)),
+    )
+
+
+def _forms(function: Function, attribute: str) -> tuple[tuple[str, str], ...]:
+    pairs = function.attrs.get(attribute, ())
+    return tuple((str(name), str(form)) for name, form in pairs)  # type: ignore[misc, union-attr]
+
+
+def _with_elements(
+    specs: tuple[TensorSpec, ...], value_forms: tuple[tuple[str, str], ...]
+) -> tuple[TensorSpec, ...]:
+    """Specs with the element types that the forms of the values give them."""
+    elements = [element for _, form in value_forms for element in forms.part_elements(form)]
+    return tuple(replace(spec, element=element) for spec, element in zip(specs, elements, strict=True))
 
 
 def _unique_names(symbols: Iterable[SymVar]) -> dict[SymVar, str]:

@@ -8,6 +8,7 @@ The standard's test suite, `onnx.backend.test.BackendTest`, runs on this module.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,9 @@ import numpy as np
 import onnx
 from onnx.backend.base import Backend, BackendRep
 
-from relaxlite import driver
 from relaxlite.errors import InputError, InvalidArgumentError
 from relaxlite.frontend.onnx.importer import from_onnx
-from relaxlite.frontend.onnx.symbols import DynamicShapes
-from relaxlite.runtime.module import Executable
+from relaxlite.frontend.onnx.symbols import DynamicShapes, declared_dims
 
 
 class RelaxliteRep(BackendRep):
@@ -30,7 +29,7 @@ class RelaxliteRep(BackendRep):
         initialized = {t.name for t in model.graph.initializer}
         self._names = [i.name for i in model.graph.input if i.name not in initialized]
         self._unranked = [i.name for i in model.graph.input if i.name in self._names and _is_unranked(i)]
-        self._executables: dict[tuple[int, ...], Executable] = {}
+        self._executables: dict[tuple[int, ...], Any] = {}
         if not self._unranked:
             self._executables[()] = self._compile(None)
 
@@ -52,21 +51,29 @@ class RelaxliteRep(BackendRep):
             raise InputError(f"got {len(values)} inputs; the model takes {len(self._names)}: {', '.join(self._names)}")
         return dict(zip(self._names, values, strict=True))
 
-    def _executable(self, values: Mapping[str, Any]) -> Executable:
+    def _executable(self, values: Mapping[str, Any]) -> Any:
         """Return the executable for the ranks of these arguments."""
-        ranks = tuple(np.ndim(values[name]) for name in self._unranked if name in values)
+        ranks = tuple(_rank(values[name]) for name in self._unranked if name in values)
         if ranks not in self._executables:
             self._executables[ranks] = self._compile(
                 {name: (None,) * rank for name, rank in zip(self._unranked, ranks, strict=True)}
             )
         return self._executables[ranks]
 
-    def _compile(self, dynamic_shapes: DynamicShapes | None) -> Executable:
+    def _compile(self, dynamic_shapes: DynamicShapes | None) -> Any:
+        driver = importlib.import_module("relaxlite.driver")  # the compiler stands above its frontends
         return driver.compile(from_onnx(self._model, dynamic_shapes=dynamic_shapes), **self._options)
 
 
 def _is_unranked(info: onnx.ValueInfoProto) -> bool:
-    return info.type.HasField("tensor_type") and not info.type.tensor_type.HasField("shape")
+    return declared_dims(info) is None
+
+
+def _rank(value: Any) -> int:
+    """Return the rank of an array, of the elements of a sequence, or 0 of an empty sequence."""
+    if isinstance(value, list | tuple):
+        return np.ndim(value[0]) if value else 0
+    return np.ndim(value)
 
 
 class RelaxliteBackend(Backend):

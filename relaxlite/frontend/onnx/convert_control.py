@@ -11,7 +11,8 @@ from onnx import GraphProto
 from relaxlite.frontend.common.control_flow import Outputs, RankConflict
 from relaxlite.frontend.common.unify import unify_dims
 from relaxlite.frontend.onnx.convert_shapes import move_first_axis, normalize_axis
-from relaxlite.frontend.onnx.loop_sequences import StackedSequence, is_append_only, with_appended_outputs
+from relaxlite.frontend.onnx.loop_sequences import is_append_only, with_appended_outputs
+from relaxlite.frontend.onnx.sequences import StackedSequence
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unrolled import unroll_loop
