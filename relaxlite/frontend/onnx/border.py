@@ -100,7 +100,7 @@ def output_value(info: onnx.ValueInfoProto, value: Expr, bb: BlockBuilder, narro
         held = info.type.optional_type.elem_type
         value = as_optional(bb, value, held)
     elif isinstance(value, Tuple) and not isinstance(value, RuntimeOptional | AbsentOptional):
-        value = to_ragged(bb, value, _element(info.type))
+        value = to_ragged(bb, value, declared_element(info.type))
     elif isinstance(value, AbsentOptional):
         raise ImportModelError(f"output '{info.name}' is an optional that is absent, but is not declared as an optional")
     form = _form_of(value, element)
@@ -117,7 +117,7 @@ def _form_of(value: Expr, element: str) -> Form:
     return f"sequence({element})" if isinstance(value, Tuple) else element
 
 
-def _element(ty: onnx.TypeProto) -> tuple[str, int]:
+def declared_element(ty: onnx.TypeProto) -> tuple[str, int]:
     """Return dtype and rank of the elements of a declared sequence."""
     tensor = ty.sequence_type.elem_type.tensor_type if ty.HasField("sequence_type") else ty.tensor_type
     dtype = element_type(tensor.elem_type, "an output") if tensor.elem_type else "float32"
@@ -130,9 +130,9 @@ def as_optional(bb: BlockBuilder, value: Expr, held: onnx.TypeProto) -> RuntimeO
         return value
     is_sequence = held.HasField("sequence_type")
     if not isinstance(value, AbsentOptional):
-        present = to_ragged(bb, value, _element(held)) if is_sequence else value
+        present = to_ragged(bb, value, declared_element(held)) if is_sequence else value
         return RuntimeOptional((Constant.of(True, "bool"), present))
-    dtype, rank = _element(held)
+    dtype, rank = declared_element(held)
     if is_sequence:
         return RuntimeOptional((Constant.of(False, "bool"), empty_sequence(dtype, rank)))
     dims = [d.dim_value if d.HasField("dim_value") else 0 for d in held.tensor_type.shape.dim]
