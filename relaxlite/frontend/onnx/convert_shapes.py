@@ -9,6 +9,7 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.frontend.common.slices import SliceRange, resolve_slice
 from relaxlite.frontend.common.unify import unify_dims
+from relaxlite.frontend.onnx.narrow_types import TEXT
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.runtime_slices import runtime_slice
@@ -59,7 +60,11 @@ def constant(n: Node) -> Result:
             ]
             return Constant.of(np.asarray(read(attribute), dtypes.to_numpy(dtype)), name=name)
     if n.has("value_string") or n.has("value_strings"):
-        n.fail("the constant is text, which relaxlite does not have")
+        texts = (n.text("value_string"),) if n.has("value_string") else n.texts("value_strings")
+        codes = n.importer.reader.codes(texts)
+        text = Constant.of(codes.reshape(()) if n.has("value_string") else codes, name=name)
+        n.importer.narrow[text] = TEXT
+        return text
     n.fail("the constant has no value")
 
 

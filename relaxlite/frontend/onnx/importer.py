@@ -41,7 +41,7 @@ from relaxlite.frontend.onnx.validation import (
 from relaxlite.garbage import with_gc_disabled
 from relaxlite.ir.attributes import STRINGS
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
+from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, GlobalVar, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.types import TensorType
 
@@ -137,7 +137,7 @@ class ModelImporter:
             attrs[STRINGS] = tuple(self.reader.strings)
         params = tuple(part for v in values for part in v.parts if isinstance(part, Var))
         main = Function(params, bb.finish(scope), Attrs(attrs))
-        return IRModule({"main": main}, self._metadata())
+        return IRModule({"main": main, **dict(bb.module().items())}, self._metadata())
 
     def _metadata(self) -> Attrs:
         proto = self.proto
@@ -178,6 +178,7 @@ class GraphImporter:
         self._expansions = 0
         self._reported: ImportModelError | None = None
         self.flow = ControlFlowBuilder(bb, symbols.fresh, resolver.scope)
+        self.routines: dict[object, GlobalVar] = {}  # of operators that run on the host
         self.narrow: dict[Expr, NarrowType] = {}  # element types that the IR lacks
 
     # names
