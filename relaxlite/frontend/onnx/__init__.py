@@ -31,6 +31,7 @@ from relaxlite.frontend.onnx import (  # noqa: F401  (each registers its convert
     convert_shapes,
     convert_signal,
     convert_text,
+    convert_training,
     convert_vision,
 )
 from relaxlite.frontend.onnx.importer import from_onnx

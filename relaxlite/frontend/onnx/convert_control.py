@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
-from onnx import GraphProto, ValueInfoProto
+from onnx import GraphProto, ValueInfoProto, helper
 
 from relaxlite.forms import inner, part_names
 from relaxlite.frontend.common.control_flow import Outputs, RankConflict
@@ -428,6 +428,28 @@ def _loop_condition(n: Node, cond: Expr, step: Expr, limit: Expr | None) -> Expr
     if isinstance(cond, Constant):
         return is_below if bool(cond.value) else cond
     return n.emit(ops.logical_and(cond, is_below))
+
+
+@onnx_op("Scan")
+def scan_8(n: Node) -> Result:
+    """Scan of opset 8: a batch of scans, all along axis 1, as a Scan of opset 9 over the batch."""
+    if n.optional(0) is not None:
+        n.fail("lengths of the sequences (input 0) are not supported: scan each sequence alone")
+    graph, scanned = n.graph("body"), n.int("num_scan_inputs")
+    inner = helper.make_node("Scan", [], [], body=graph, num_scan_inputs=scanned)
+    directions = n.ints("directions", None)
+    if directions:
+        inner.attribute.append(helper.make_attribute("scan_input_directions", directions))
+    names, results = [f"{i.name}_row" for i in graph.input], [f"{o.name}_row" for o in graph.output]
+    inner.input.extend(names)
+    inner.output.extend(results)
+    row = GraphProto(name=f"{graph.name}_row", node=[inner])
+    row.input.extend(ValueInfoProto(name=name) for name in names)
+    row.output.extend(ValueInfoProto(name=name) for name in results)
+    outer = helper.make_node("Scan", n.proto.input[1:], n.proto.output, body=row, num_scan_inputs=len(names))
+    attributes = {attribute.name: attribute for attribute in outer.attribute}
+    with n.importer.opset_of_domain("", 9):
+        return scan_op(Node(outer, n.label, n.inputs[1:], attributes, 9, n.importer))
 
 
 @onnx_op("Scan", since=9)

@@ -354,6 +354,14 @@ class GraphImporter:
         self._expansions -= 1
         return outputs
 
+    @contextmanager
+    def opset_of_domain(self, domain: str, version: int) -> Iterator[None]:
+        """Convert nodes by another opset version of a domain."""
+        saved = self._opsets
+        self._opsets = {**saved, domain: version}
+        yield
+        self._opsets = saved
+
     # subgraphs
 
     def subgraph(self, graph: onnx.GraphProto, values: Sequence[Expr], label: str) -> list[Expr]:
