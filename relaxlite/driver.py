@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import llvmlite.binding as llvm
 
+from relaxlite import forms
 from relaxlite.codegen.bytecode import compile_functions
 from relaxlite.codegen.kernel_cache import open_cache, sources_key
 from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, compile_support
@@ -46,7 +47,6 @@ from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.memory.donate import donated_params
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule.tuning import Tuning
-from relaxlite import forms
 from relaxlite.runtime.executable import (
     ENTRY,
     Entry,
@@ -274,9 +274,7 @@ def _forms(function: Function, attribute: str) -> tuple[tuple[str, str], ...]:
     return tuple((str(name), str(form)) for name, form in pairs)  # type: ignore[misc, union-attr]
 
 
-def _with_elements(
-    specs: tuple[TensorSpec, ...], value_forms: tuple[tuple[str, str], ...]
-) -> tuple[TensorSpec, ...]:
+def _with_elements(specs: tuple[TensorSpec, ...], value_forms: tuple[tuple[str, str], ...]) -> tuple[TensorSpec, ...]:
     """Specs with the element types that the forms of the values give them."""
     elements = [element for _, form in value_forms for element in forms.part_elements(form)]
     return tuple(replace(spec, element=element) for spec, element in zip(specs, elements, strict=True))

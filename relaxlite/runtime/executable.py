@@ -166,8 +166,8 @@ class Signature:
 
     `donated`: names of inputs whose arrays a call overwrites. `structure`: nesting of arguments and results, text of a
     `CallStructure`; empty for arrays in a row. `state`: names of the last inputs, which the executable keeps.
-    `input_forms`, `output_forms`: (name, form) of each argument and result (forms.py) where one is no plain tensor, else
-    empty. `strings`: the text that the model may give.
+    `input_forms`, `output_forms`: (name, form) of each argument and result (forms.py); empty if all are plain tensors.
+    `strings`: the text that the model may give.
     """
 
     inputs: tuple[TensorSpec, ...]

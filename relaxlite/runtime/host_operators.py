@@ -20,11 +20,12 @@ from relaxlite import strings
 
 PREFIX = "host."
 Options = Mapping[str, Any]
+_CASES: Mapping[str, Callable[[str], str]] = {"LOWER": str.lower, "UPPER": str.upper, "NONE": str}
 _Operator = Callable[..., Sequence[np.ndarray]]
 
 
 def host_routine(symbol: str) -> Callable[..., None] | None:
-    """The routine of this symbol: it takes inputs, options, then outputs, which it fills in. None for another symbol."""
+    """The routine of a symbol: it takes inputs, options, then outputs, which it fills in. None for another symbol."""
     name, _, suffix = symbol.removeprefix(PREFIX).partition(".")
     if not symbol.startswith(PREFIX) or name not in _OPERATORS or suffix not in ("", "sizes"):
         return None
@@ -81,8 +82,8 @@ def _matches(codes: np.ndarray, options: Options) -> Sequence[np.ndarray]:
 
 def _normalized(codes: np.ndarray, options: Options) -> Sequence[np.ndarray]:
     """Strings in another case, without stop words; one empty string if none is left."""
-    change = {"LOWER": str.lower, "UPPER": str.upper, "NONE": str}[options["case_change_action"]]
-    fold = str if options["is_case_sensitive"] else str.lower
+    change = _CASES[options["case_change_action"]]
+    fold = _CASES["NONE" if options["is_case_sensitive"] else "LOWER"]
     stopwords = {fold(word) for word in options["stopwords"]}
     texts = [_without_accents(text) for text in strings.to_texts(codes).ravel().tolist()]
     kept = [change(text) for text in texts if fold(text) not in stopwords] or [""]

@@ -24,8 +24,8 @@ from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
 from relaxlite.garbage import with_gc_disabled
 from relaxlite.nesting import INITIAL_STATE, CallStructure, nest, to_array, to_tensor, torch_of
 from relaxlite.runtime import artifact, scratch, threadpool
-from relaxlite.runtime.executable import ENTRY, ExecutableData, SymbolBounds, TensorSpec, bound_problem, disassemble
 from relaxlite.runtime.border import Border
+from relaxlite.runtime.executable import ENTRY, ExecutableData, SymbolBounds, TensorSpec, bound_problem, disassemble
 from relaxlite.runtime.host import HostFailedError
 from relaxlite.runtime.state import State
 from relaxlite.runtime.tensor import Tensor, export_array, import_tensor

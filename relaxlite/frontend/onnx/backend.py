@@ -103,9 +103,7 @@ class RelaxliteBackend(Backend):
         arrays = [np.asarray(x) for x in inputs]
         names = [name for name in node.input if name]
         types = [onnx.helper.np_dtype_to_tensor_dtype(x.dtype) for x in arrays]
-        ins = [
-            onnx.helper.make_tensor_value_info(n, t, x.shape) for n, t, x in zip(names, types, arrays, strict=True)
-        ]
+        ins = [onnx.helper.make_tensor_value_info(n, t, x.shape) for n, t, x in zip(names, types, arrays, strict=True)]
         outs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
         graph = onnx.helper.make_graph([node], "node", ins, outs)
         model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(node.domain, version)])

@@ -76,7 +76,7 @@ def _part_types(name: str, form: Form, ty: TensorType, table: SymbolTable) -> li
     if kind == "optional":
         return [TensorType.of((), "bool"), *_part_types(name, held, ty, table)]
     if inner(held)[0] != "tensor":
-        raise ImportModelError(f"input '{name}' is a sequence of {inner(held)[0]}s; only sequences of tensors are taken")
+        raise ImportModelError(f"input '{name}' is a sequence of {inner(held)[0]}s; sequences hold tensors only")
     total, length = table.fresh(f"{name}_total"), table.fresh(f"{name}_length")
     return [TensorType.of((total,), ty.dtype), TensorType.of((length, ty.rank or 0), "int64")]
 
@@ -102,7 +102,7 @@ def output_value(info: onnx.ValueInfoProto, value: Expr, bb: BlockBuilder, narro
     elif isinstance(value, Tuple) and not isinstance(value, RuntimeOptional | AbsentOptional):
         value = to_ragged(bb, value, declared_element(info.type))
     elif isinstance(value, AbsentOptional):
-        raise ImportModelError(f"output '{info.name}' is an optional that is absent, but is not declared as an optional")
+        raise ImportModelError(f"output '{info.name}' is an optional that is absent, but not declared as optional")
     form = _form_of(value, element)
     return BorderValue(info.name, form, tuple(leaves(value)), value)
 

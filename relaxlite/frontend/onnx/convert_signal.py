@@ -172,11 +172,12 @@ def _mel_edges(n: Node, count: SymExpr, length: SymExpr, rate: Expr, hertz: tupl
     def number(value: float) -> Expr:
         return Constant.of(value, "float64")
 
+    def mel(x: Expr) -> Expr:
+        ratio = n.emit(ops.add(n.emit(ops.divide(x, number(700.0))), number(1.0)))
+        return n.emit(ops.multiply(n.emit(ops.log(ratio)), number(scale)))
+
     scale = 2595 / math.log(10)
-    low, high = (
-        n.emit(ops.multiply(n.emit(ops.log(n.emit(ops.add(n.emit(ops.divide(x, number(700.0))), number(1.0))))), number(scale)))
-        for x in hertz
-    )
+    low, high = map(mel, hertz)
     step = n.emit(ops.divide(n.emit(ops.subtract(high, low)), scalar(count + 2)))
     mels = n.emit(ops.add(n.emit(ops.multiply(_counted(n, count + 2), step)), low))
     powers = n.emit(ops.exp(n.emit(ops.divide(mels, number(scale)))))

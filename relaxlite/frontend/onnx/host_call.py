@@ -12,6 +12,7 @@ from relaxlite.frontend.onnx.node import Node
 from relaxlite.ir.expr import NO_ATTRS, Call, Constant, Expr, ExternFunction, GlobalVar, TupleGetItem
 from relaxlite.ir.types import TensorType, TupleType
 
+
 def host_call(n: Node, inputs: Sequence[Expr], options: Mapping[str, Any], outputs: Sequence[TensorType]) -> list[Expr]:
     """Emit a call of the node's operator for outputs of known shapes."""
     encoded = Constant.of(np.frombuffer(json.dumps(options).encode(), np.uint8))

@@ -16,9 +16,9 @@ from relaxlite.frontend.onnx.assumptions import Assumptions
 from relaxlite.frontend.onnx.functions import Expansion, expand_model_function, expand_schema
 from relaxlite.frontend.onnx.loading import LoadedModel, load_model
 from relaxlite.frontend.onnx.narrow_types import (
+    CONTROL_FLOW_OPS,
     CONVERSION_OPS,
     DATA_MOVEMENT_OPS,
-    CONTROL_FLOW_OPS,
     SHAPE_QUERY_OPS,
     TEXT_OPS,
     NarrowType,
@@ -121,15 +121,11 @@ class ModelImporter:
         inputs = [i for i in graph.input if i.name not in initialized]
         types = input_types(inputs, dynamic_shapes, table)
         importer = GraphImporter(self, bb, ShapeResolver(bb, table), table)
-        values = [
-            border.input_value(i, ty, bb, table, importer.narrow) for i, ty in zip(inputs, types, strict=True)
-        ]
+        values = [border.input_value(i, ty, bb, table, importer.narrow) for i, ty in zip(inputs, types, strict=True)]
         with bb.body() as scope:
             importer.define_all({v.name: v.value for v in values})
             found = importer.graph(graph)
-            results = [
-                border.output_value(o, x, bb, importer.narrow) for o, x in zip(graph.output, found, strict=True)
-            ]
+            results = [border.output_value(o, x, bb, importer.narrow) for o, x in zip(graph.output, found, strict=True)]
             outputs = [bb.leaf(part) for v in results for part in v.parts]
             bb.result(outputs[0] if len(outputs) == 1 else Tuple(tuple(outputs)))
         attrs = dict(border.signature(values, results))

@@ -39,7 +39,7 @@ def inserted(n: Node, sequence: RaggedSequence, x: Expr, position: Expr | None) 
     sequence = with_rank(n, sequence, len(n.shape_of(x)))
     row = row_of(n.bb, x)
     if position is None:
-        pieces = [(field, part) for field, part in zip(sequence.fields, row, strict=True)]
+        pieces: list[tuple[Expr, ...]] = list(zip(sequence.fields, row, strict=True))
     else:
         position = _checked_position(n, sequence, position, is_insertion=True)
         cuts = _offset(n, sequence, position), _number(n, position)

@@ -54,16 +54,12 @@ def resize_region(n: Node, roi: Expr, sizes: Shape, axes: Sequence[int], attrs: 
         n.fail("antialias and exclude_outside need a region that is known when the model is compiled")
     result = n.input(0)
     for place, axis in enumerate(axes):
-        start, end = (
-            n.emit(ops.gather(roi, Constant.of(k, "int64"), axis=0)) for k in (place, place + len(axes))
-        )
+        start, end = (n.emit(ops.gather(roi, Constant.of(k, "int64"), axis=0)) for k in (place, place + len(axes)))
         result = _resample(n, result, axis, sizes[axis], (start, end), attrs)
     return result
 
 
-def _resample(
-    n: Node, x: Expr, axis: int, out: SymExpr, region: tuple[Expr, Expr], attrs: Mapping[str, Any]
-) -> Expr:
+def _resample(n: Node, x: Expr, axis: int, out: SymExpr, region: tuple[Expr, Expr], attrs: Mapping[str, Any]) -> Expr:
     """Return x with `out` elements along an axis, at coordinates from the region's start to its end."""
     start, end = (n.emit(ops.cast(value, dtype="float32")) for value in region)
     last = _float(n, n.shape_of(x)[axis] - 1)
@@ -103,22 +99,24 @@ def _taps(n: Node, at: Expr, attrs: Mapping[str, Any]) -> list[tuple[Expr, Expr 
         return [(_nearest(n, at, attrs["nearest_mode"]), None)]
     floor = n.emit(ops.floor(at))
     fraction = n.emit(ops.subtract(at, floor))
-    offsets = (0, 1) if attrs["mode"] == "linear" else (-1, 0, 1, 2)
-    weigh = _linear if attrs["mode"] == "linear" else _cubic
+    is_cubic = attrs["mode"] == "cubic"
     taps: list[tuple[Expr, Expr | None]] = []
-    for offset in offsets:
+    for offset in (-1, 0, 1, 2) if is_cubic else (0, 1):
         shift = Constant.of(float(offset), "float32")
         distance = n.emit(ops.abs(n.emit(ops.subtract(fraction, shift))))
-        taps.append((n.emit(ops.add(floor, shift)), weigh(n, distance, attrs["cubic_coeff_a"], abs(offset - 0.5) < 1)))
+        weight = (
+            _cubic(n, distance, attrs["cubic_coeff_a"], is_inner=offset in (0, 1)) if is_cubic else _linear(n, distance)
+        )
+        taps.append((n.emit(ops.add(floor, shift)), weight))
     return taps
 
 
-def _linear(n: Node, distance: Expr, _: float, is_inner: bool) -> Expr:
+def _linear(n: Node, distance: Expr) -> Expr:
     return n.emit(ops.subtract(Constant.of(1.0, "float32"), distance))
 
 
-def _cubic(n: Node, distance: Expr, a: float, is_inner: bool) -> Expr:
-    """Return Keys' weights: ((a + 2) d - (a + 3)) d^2 + 1 of the inner neighbours, a d^3 - 5a d^2 + 8a d - 4a of others."""
+def _cubic(n: Node, distance: Expr, a: float, *, is_inner: bool) -> Expr:
+    """Return Keys' weights: (a + 2) d^3 - (a + 3) d^2 + 1 of inner neighbours, a d^3 - 5a d^2 + 8a d - 4a of others."""
     terms = (a + 2, -(a + 3), 0.0, 1.0) if is_inner else (a, -5 * a, 8 * a, -4 * a)
     value: Expr = Constant.of(terms[0], "float32")
     for term in terms[1:]:

@@ -28,17 +28,14 @@ def choose(n: Node, number: Expr, choices: Sequence[Callable[[], list[Expr]]]) -
     if len(choices) == 1:
         return choices[0]()
     middle = len(choices) // 2
-    halves = [lambda half=half: choose(n, *half) for half in _halves(n, number, choices, middle)]
+    above = n.emit(ops.subtract(number, Constant.of(middle, "int64")))
+    halves: list[Callable[[], list[Expr]]] = [
+        lambda: choose(n, number, choices[:middle]),
+        lambda: choose(n, above, choices[middle:]),
+    ]
     is_low = n.emit(ops.less(number, Constant.of(middle, "int64")))
     names = [name or f"{n.op_type}_{k}" for k, name in enumerate(n.proto.output)]
     return n.importer.flow.branch(is_low, halves, names)
-
-
-def _halves(
-    n: Node, number: Expr, choices: Sequence[Callable[[], list[Expr]]], middle: int
-) -> list[tuple[Expr, Sequence[Callable[[], list[Expr]]]]]:
-    above = n.emit(ops.subtract(number, Constant.of(middle, "int64")))
-    return [(number, choices[:middle]), (above, choices[middle:])]
 
 
 def by_axes(
@@ -106,9 +103,7 @@ def _hits(n: Node, axes: Expr, rank: int) -> Expr:
     is_negative = n.emit(ops.less(wide, Constant.of(0, "int64")))
     positive = n.emit(ops.where(is_negative, n.emit(ops.add(wide, limit)), wide))
     inside = n.emit(
-        ops.logical_and(
-            n.emit(ops.less_equal(Constant.of(0, "int64"), positive)), n.emit(ops.less(positive, limit))
-        )
+        ops.logical_and(n.emit(ops.less_equal(Constant.of(0, "int64"), positive)), n.emit(ops.less(positive, limit)))
     )
     n.check_assumption(n.emit(ops.all(inside, axes=(0,))), True, f"an axis does not exist in a tensor of rank {rank}")
     every = Constant.of(np.arange(rank, dtype=np.int64))

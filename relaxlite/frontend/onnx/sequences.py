@@ -88,7 +88,8 @@ def tensor_type(x: Expr) -> TensorType:
 def rank_of(sequence: RaggedSequence) -> int:
     """Return the rank of the elements."""
     rank = as_int((tensor_type(sequence.shapes).shape or ())[1])
-    assert rank is not None
+    if rank is None:
+        raise ImportModelError("the elements of a sequence differ in rank: such a sequence cannot be stored")
     return rank
 
 

@@ -1,32 +1,34 @@
-"""Converters of control flow: If, Loop and Scan."""
+"""Converters of loops: Loop and Scan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from onnx import GraphProto, ValueInfoProto, helper
 
-from relaxlite.forms import inner, part_names
-from relaxlite.frontend.common.control_flow import Outputs, RankConflict
+from relaxlite.forms import part_names
+from relaxlite.frontend.common.control_flow import Outputs
 from relaxlite.frontend.common.unify import unify_dims
-from relaxlite.frontend.onnx.border import as_optional, declared_element, declared_form
+from relaxlite.frontend.onnx.border import as_optional, declared_element
+from relaxlite.frontend.onnx.convert_if import mark, scalar
 from relaxlite.frontend.onnx.convert_shapes import move_first_axis, normalize_axis
 from relaxlite.frontend.onnx.loop_sequences import is_append_only, with_appended_outputs
 from relaxlite.frontend.onnx.narrow_types import NarrowType
+from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.ragged import appended
+from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.sequences import (
     RaggedSequence,
     RuntimeOptional,
     StackedSequence,
     leaves,
+    rank_of,
     rebuilt,
     row_of,
     to_ragged,
 )
-from relaxlite.frontend.onnx.node import Node
-from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.frontend.onnx.unrolled import unroll_loop
 from relaxlite.frontend.onnx.validation import names_read
 from relaxlite.ir import ops
@@ -41,94 +43,6 @@ TRUE = Constant.of(np.array(True))
 ZERO = Constant.of(np.int64(0))
 ONE = Constant.of(np.int64(1))
 _MIN_UNLIMITED = 1 << 31  # larger trip counts are no limit
-
-
-@onnx_op("If")
-def if_op(n: Node) -> Result:
-    """If; a condition that is known at compile time selects its branch at import."""
-    branches = [n.graph("then_branch"), n.graph("else_branch")]
-    for graph in branches:
-        if len(graph.output) < n.num_outputs:
-            n.fail(f"branch '{graph.name}' has {len(graph.output)} outputs, but the node has {n.num_outputs}")
-    known = n.const(0)
-    if known is not None:
-        chosen = branches[0] if bool(known.reshape(-1)[0]) else branches[1]
-        return tuple(n.importer.subgraph(chosen, [], n.label))
-    bodies = [lambda g=graph: n.importer.subgraph(g, [], n.label)[: n.num_outputs] for graph in branches]
-    cond = _scalar(n, n.input(0))
-    try:
-        return tuple(_branch(n, cond, bodies, branches))
-    except RankConflict as conflict:
-        return tuple(_assumed_branch(n, cond, bodies, str(conflict)))
-
-
-def _branch(n: Node, cond: Expr, bodies: Sequence[Callable[[], list[Expr]]], graphs: Sequence[GraphProto]) -> list[Expr]:
-    """Build an If whose outputs may be sequences, optionals and of narrow types."""
-    common = _CommonOutputs(n, [graph.output for graph in graphs])
-    flat = [lambda k=k, body=body: common.leaves(k, body()) for k, body in enumerate(bodies)]
-    names = [name or f"{n.op_type}_{k}" for k, name in enumerate(n.proto.output)]
-    labels = [label for name, kind in zip(names, common.kinds, strict=True) for label in part_names(name, kind)]
-    return common.values(n.importer.flow.branch(cond, flat, labels))
-
-
-class _CommonOutputs:
-    """The outputs of an If's branches as tensors: sequences and optionals are those that either branch declares."""
-
-    def __init__(self, n: Node, infos: Sequence[Sequence[ValueInfoProto]]) -> None:
-        self._n, self._infos = n, infos
-        columns = zip(*(list(outputs)[: n.num_outputs] for outputs in infos), strict=True)
-        self.kinds = [max((declared_form(info.type) if _is_nested(info) else "" for info in pair)) for pair in columns]
-        self._templates: list[Expr] = []
-        self._narrow: list[NarrowType | None] = [None] * n.num_outputs
-
-    def leaves(self, branch: int, values: Sequence[Expr]) -> list[Expr]:
-        """Return the tensors that the outputs of a branch stand in."""
-        marks = [self._n.importer.narrow.get(x) for x in values]
-        self._narrow = [old or new for old, new in zip(self._narrow, marks, strict=True)]
-        self._templates = [self._converted(branch, k, x) for k, x in enumerate(values)]
-        return [leaf for x in self._templates for leaf in leaves(x)]
-
-    def _converted(self, branch: int, k: int, value: Expr) -> Expr:
-        kind, ty, bb = inner(self.kinds[k])[0], self._infos[branch][k].type, self._n.bb
-        if kind == "optional":
-            return as_optional(bb, value, ty.optional_type.elem_type if ty.HasField("optional_type") else ty)
-        if kind == "sequence":
-            return to_ragged(bb, value, declared_element(ty))
-        if isinstance(value, Tuple):
-            self._n.fail(f"output {k} is a sequence or optional, but neither branch declares its type")
-        return value
-
-    def values(self, parts: Sequence[Expr]) -> list[Expr]:
-        """Return the outputs of the If from the tensors that they stand in."""
-        rest, results = list(parts), list[Expr]()
-        for template, narrow in zip(self._templates, self._narrow, strict=True):
-            results.append(rebuilt(template, [rest.pop(0) for _ in leaves(template)]))
-            mark(self._n, results[-1], narrow)
-        return results
-
-
-def _is_nested(info: ValueInfoProto) -> bool:
-    return info.type.WhichOneof("value") in ("sequence_type", "optional_type")
-
-
-def mark(n: Node, value: Expr, narrow: NarrowType | None) -> None:
-    """Record the narrow type of a value, if it has one."""
-    if narrow is not None:
-        n.importer.narrow[value] = narrow
-
-
-def _assumed_branch(n: Node, cond: Expr, bodies: Sequence[Callable[[], list[Expr]]], why: str) -> list[Expr]:
-    """Convert one branch in place of an If whose outputs differ in rank, with a run-time check of the condition."""
-    takes_then = n.importer.model.assumptions.assume(n.bb.loc or n.label, f"the condition, for {why}")
-    assumed = str(takes_then).lower()
-    n.check_assumption(
-        cond, takes_then, f"its condition is {str(not takes_then).lower()}, but taken to be {assumed}: {why}"
-    )
-    return bodies[0 if takes_then else 1]()
-
-
-def _scalar(n: Node, x: Expr) -> Expr:
-    return x if not n.shape_of(x) else n.emit(ops.reshape(x, ()))
 
 
 class _Collector(Protocol):
@@ -280,7 +194,7 @@ def loop_op(n: Node) -> Result:
         collector_values = _collect(n, collectors, params[carried + 1 :], outputs_to_collect)
         return _loop_condition(n, cond, next_step, limit), [next_step, *outputs, *collector_values]
 
-    cond = TRUE if n.optional(1) is None else _scalar(n, n.input(1))
+    cond = TRUE if n.optional(1) is None else scalar(n, n.input(1))
     labels = ["iteration", *body.carried_labels(), *(label for c in collectors for label in c.labels)]
     values = [ZERO, *body.carried_leaves(), *(x for c in collectors for x in c.inits(n))]
     count, *final = n.importer.flow.loop(_loop_condition(n, cond, ZERO, limit), values, labels, make)
@@ -302,7 +216,7 @@ def _as_list(n: Node, init: Expr, collected: Expr) -> Expr:
     if isinstance(init, Tuple) and type(init) is Tuple and not init.fields:
         return added
     more = to_ragged(n.bb, added)
-    return appended(n, to_ragged(n.bb, init, (n.type_of(more.elements).dtype, n.shape_of(more.shapes)[1])), more)
+    return appended(n, to_ragged(n.bb, init, (n.type_of(more.elements).dtype, rank_of(more))), more)
 
 
 class _LoopBody:
@@ -375,7 +289,7 @@ class _LoopBody:
         cond, *outputs = self.n.importer.subgraph(self.graph, [step, TRUE, *values], self.n.label)
         self.marks = [self.n.importer.narrow.get(x) for x in outputs]
         collected = [outputs[k] for k in self.last + self.lists] + outputs[len(values) :]
-        return _scalar(self.n, cond), self._next(outputs), collected
+        return scalar(self.n, cond), self._next(outputs), collected
 
     def _next(self, outputs: Sequence[Expr]) -> list[Expr]:
         """Return the tensors that the next carried values stand in."""
@@ -400,9 +314,7 @@ class _LoopBody:
         count = len(self.last)
         lasts = [self._last(k, x, marker) for k, x in zip(self.last, outputs_to_collect, strict=False)]
         stacks = _stacks(n, outputs_to_collect[count:], stacked, marker)
-        sequences = [
-            _RaggedValues(x.name, x.dtype, len(x.dims)) if x.is_flat else x for x in stacks[: len(self.lists)]
-        ]
+        sequences = [_RaggedValues(x.name, x.dtype, len(x.dims)) if x.is_flat else x for x in stacks[: len(self.lists)]]
         return [*lasts, *sequences, *stacks[len(self.lists) :]]
 
     def _last(self, k: int, value: Expr, marker: int) -> _LastValue:
@@ -416,7 +328,7 @@ def _trip_limit(n: Node) -> Expr | None:
     known = n.const(0)
     if known is not None and int(known.reshape(-1)[0]) >= _MIN_UNLIMITED:
         return None
-    limit = _scalar(n, n.input(0))
+    limit = scalar(n, n.input(0))
     return limit if n.type_of(limit).dtype == "int64" else n.emit(ops.cast(limit, dtype="int64"))
 
 
