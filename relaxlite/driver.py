@@ -271,7 +271,8 @@ def signature_of(function: Function) -> Signature:
 
 def _forms(function: Function, attribute: str) -> tuple[tuple[str, str], ...]:
     pairs = function.attrs.get(attribute, ())
-    return tuple((str(name), str(form)) for name, form in pairs)  # type: ignore[misc, union-attr]
+    assert isinstance(pairs, tuple)
+    return tuple((str(name), str(form)) for name, form in pairs)  # type: ignore[misc, str-unpack]
 
 
 def _with_elements(specs: tuple[TensorSpec, ...], value_forms: tuple[tuple[str, str], ...]) -> tuple[TensorSpec, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -58,7 +59,11 @@ def by_axes(
     n.check_assumption(n.emit(ops.any(is_chosen, axes=(0,))), True, what)
     numbers = Constant.of(np.arange(len(choices), dtype=np.int64))
     number = n.emit(ops.sum(n.emit(ops.where(is_chosen, numbers, Constant.of(0, "int64"))), axes=(0,)), "choice")
-    return choose(n, number, [lambda axes=axes: [convert(axes)] for axes in choices])[0]
+    return choose(n, number, [partial(_converted, convert, axes) for axes in choices])[0]
+
+
+def _converted(convert: Callable[[Axes], Expr], axes: Axes) -> list[Expr]:
+    return [convert(axes)]
 
 
 def _combinations(n: Node, index: int, rank: int, possible: Sequence[int]) -> list[Axes]:
