@@ -97,8 +97,8 @@ def test_sequences_lose_and_yield_elements() -> None:
 
 
 def test_split_into_a_number_of_parts_that_a_size_decides() -> None:
-    exe = compiled([node("SplitToSequence", ["x", "k"], ["s"], axis=1)], [value("x", [2, "n"]), value("k", [], "int64")],
-                   [sequence("s", [2, None])])  # fmt: skip
+    inputs = [value("x", [2, "n"]), value("k", [], "int64")]
+    exe = compiled([node("SplitToSequence", ["x", "k"], ["s"], axis=1)], inputs, [sequence("s", [2, None])])
     for size, part in [(6, 2), (7, 3), (1, 5), (0, 1)]:
         x = np.arange(2 * size, dtype=np.float32).reshape(2, size)
         assert_same(exe(x, np.int64(part)), [x[:, k : k + part] for k in range(0, size, part)])
