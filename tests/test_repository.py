@@ -30,6 +30,8 @@ LAYERS: dict[str, set[str]] = {
     "garbage": set(),
     "records": set(),
     "config": {"errors", "records"},
+    "forms": set(),
+    "strings": {"errors"},
     "dtypes": {"errors"},
     "features": set(),
     "cpus": {"records"},
@@ -38,15 +40,16 @@ LAYERS: dict[str, set[str]] = {
     "nesting": {"errors", "dtypes", "records"},
     "models": {"errors", "config", "records"},
     "ir": BASE,
-    "runtime": {"errors", "config", "dtypes", "features", "garbage", "nesting", "records", "version"},
+    "runtime": {"errors", "config", "dtypes", "features", "garbage", "nesting", "records", "version"}
+    | {"forms", "strings"},
     "model_cache": {"errors", "config", "records", "version", "runtime"},
     "passes": BASE | {"ir"},
-    "frontend": BASE | {"ir", "garbage", "nesting"},
+    "frontend": BASE | {"ir", "garbage", "nesting", "forms", "strings"},
     "codegen": BASE | {"ir", "runtime"},
     "validation": BASE | {"ir", "passes", "codegen", "runtime"},
     "library": BASE | {"ir", "passes", "runtime"},
     "updatable": BASE | {"ir", "runtime"},
-    "driver": BASE | {"garbage", "ir", "passes", "codegen", "runtime", "updatable", "validation", "library"},
+    "driver": BASE | {"forms", "garbage", "ir", "passes", "codegen", "runtime", "updatable", "validation", "library"},
     "weights_update": BASE | {"ir", "runtime", "frontend", "driver", "nesting", "updatable"},
     "torch": BASE | {"ir", "runtime", "frontend", "driver", "nesting"},
     "loading": BASE | {"ir", "model_cache", "runtime", "frontend", "driver", "passes"},
@@ -86,6 +89,8 @@ LATE_IMPORTS = {
     "relaxlite/loading.py": {
         *("relaxlite.driver", "relaxlite.frontend.onnx", "relaxlite.frontend.torch", "relaxlite.model_cache"),
     },
+    "relaxlite/runtime/border.py": {"ml_dtypes"},  # 2 MB, for narrow types only
+    "relaxlite/runtime/host_operators.py": {"PIL"},  # optional, for models that decode pictures
     "relaxlite/runtime/jit.py": {"llvmlite.binding"},  # 67 MB, which running a saved model does without
     "relaxlite/runtime/module.py": {"relaxlite.runtime.profile"},  # with decimals and HTML, for profiles only
 }

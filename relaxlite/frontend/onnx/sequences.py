@@ -89,7 +89,10 @@ def rank_of(sequence: RaggedSequence) -> int:
     """Return the rank of the elements."""
     rank = as_int((tensor_type(sequence.shapes).shape or ())[1])
     if rank is None:
-        raise ImportModelError("the elements of a sequence differ in rank: such a sequence cannot be stored")
+        raise ImportModelError(
+            "the elements of a sequence differ in rank, or have another rank than is declared: declare the sequence's "
+            "type where it begins"
+        )
     return rank
 
 
