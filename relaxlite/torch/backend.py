@@ -170,7 +170,7 @@ class CompiledGraph:
         with unset_fake_temporarily():  # the weights are real tensors
             module = importer.run()
         self._executable = Executable(driver.build(module, **self._options))
-        self._inputs, self._outputs, self._scalars = importer.inputs, importer.outputs, importer.scalars
+        self._inputs, self._outputs = importer.inputs, importer.outputs
         self._views = _views_of_inputs(self._graph)
         self._entry.compilations += 1
         self._entry.seconds += time.perf_counter() - start
@@ -181,8 +181,7 @@ class CompiledGraph:
             if x is not tensor or x._version != version or x.data_ptr() != address:
                 self._build({k: args[k] for k, *_ in self._weights})
                 break
-        scalars = self._scalars
-        arrays = [np.asarray(args[k]) if k in scalars else to_array(args[k]) for k in self._inputs]
+        arrays = [_TAKEN[kind](args[k]) for kind, k in self._inputs]
         results = self._executable._call(tuple(arrays))
         outputs = [value if kind == "const" else _converted(kind, results[value]) for kind, value in self._outputs]
         if self._views is not None:
@@ -231,6 +230,13 @@ def _is_view_of_input(node: torch.fx.Node) -> bool:
             return False
         node = node.args[0]
     return node.op == "placeholder"
+
+
+def _pairs(tensor: torch.Tensor) -> np.ndarray:
+    return torch.view_as_real(tensor.detach().resolve_conj()).numpy()
+
+
+_TAKEN: dict[str, Callable[[Any], np.ndarray]] = {"tensor": to_array, "complex": _pairs, "number": np.asarray}
 
 
 def _converted(kind: str, array: np.ndarray) -> Any:
