@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,7 @@ class GraphImporter:
         self._params: list[Var] = []
         self._sizes: list[tuple[Var, Any, str]] = []  # parameter, torch.SymInt, name
         self._reported: RelaxliteError | None = None
+        self.failed: torch.fx.Node | None = None  # the node of the outermost graph that could not be converted
 
     # constants
 
@@ -61,6 +62,14 @@ class GraphImporter:
         return Complex(constant) if tensor.is_complex() else constant
 
     # inputs
+
+    def name_sizes(self, inputs: Iterable[torch.fx.Node], dim_name: Callable[[torch.fx.Node, int], str]) -> None:
+        """Define the sizes of inputs that are symbols; sizes of other inputs may be expressions of them."""
+        for node in inputs:
+            value = node.meta.get("val")
+            for k, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if isinstance(size, torch.SymInt) and sympy_of(size).is_Symbol:
+                    self.symbols.input_dim(size, dim_name(node, k))
 
     def tensor_input(self, value: torch.Tensor, name: str, dim_names: Sequence[str]) -> Var | Complex:
         """Add a parameter for an input that is a tensor; a complex one is passed as pairs (..., 2)."""
@@ -151,10 +160,12 @@ class GraphImporter:
         try:
             return self._call(node)
         except RelaxliteError as error:
+            self.failed = node
             if error is self._reported:
                 raise
             raise self._located(str(error), node) from error
         except Exception as error:
+            self.failed = node
             raise self._located(f"cannot be converted ({type(error).__name__}: {error})", node) from error
 
     def _attribute(self, graph: torch.fx.GraphModule, target: str) -> Any:

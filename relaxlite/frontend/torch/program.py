@@ -22,7 +22,6 @@ from relaxlite.frontend.torch import signature
 from relaxlite.frontend.torch.dtypes import dtype_name, to_numpy
 from relaxlite.frontend.torch.importer import GraphImporter
 from relaxlite.frontend.torch.node import Complex
-from relaxlite.frontend.torch.symbols import sympy_of
 from relaxlite.ir import ops
 from relaxlite.ir.attributes import (
     CALL_STRUCTURE,
@@ -118,11 +117,7 @@ class ProgramImporter(GraphImporter):
             if spec.kind in _MUTATIONS and spec.kind != OutputKind.USER_INPUT_MUTATION:
                 mutated.add(spec.target)
         placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
-        for node in placeholders:  # sizes that are symbols first, as other sizes may be expressions of them
-            value = node.meta.get("val")
-            for k, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-                if isinstance(size, torch.SymInt) and sympy_of(size).is_Symbol:
-                    self.symbols.input_dim(size, self._dim_name(node, k))
+        self.name_sizes(placeholders, self._dim_name)
         for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
             self._values[0][node] = self._input(node, spec, spec.target in mutated)
 
