@@ -290,6 +290,40 @@ def test_an_operator_without_converter_is_named_with_its_line_and_may_be_supplie
         rl.torch_op("relaxlite_tests::twice")(convert)
 
 
+def test_replaced_and_complex_converters_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count of converters did not tell, so that the model cache gave models of the converters before."""
+    from relaxlite.frontend.torch import registry
+
+    assert not registry.has_user_converters()
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_converters", dict(registry._converters))
+        rl.torch_op("aten.relu", replace=True)(lambda n, x: x)
+        assert registry.has_user_converters()
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_complex_converters", dict(registry._complex_converters))
+        registry.complex_op("aten.relu")(lambda n, x: x)
+        assert registry.has_user_converters()
+    assert not registry.has_user_converters()
+
+
+def test_arguments_that_no_converter_takes_are_refused_where_they_change_values() -> None:
+    """A generator, a sparse layout and the device "meta" used to be ignored."""
+    from relaxlite.frontend.torch.binding import bind_arguments
+    from relaxlite.frontend.torch.registry import find_converter
+
+    aten, graph = torch.ops.aten, torch.fx.Graph()
+    for op, args, refused, taken in (
+        (aten.rand.generator, ([2],), {"generator": torch.Generator()}, {"generator": None, "pin_memory": False}),
+        (aten.zeros.default, ([2],), {"layout": torch.sparse_coo}, {"layout": torch.strided, "device": "cpu"}),
+        (aten.zeros.default, ([2],), {"device": torch.device("meta")}, {"device": torch.device("cuda")}),
+    ):
+        converter = find_converter(str(op))
+        assert converter is not None
+        bind_arguments(graph.call_function(op, args, taken), converter, lambda x: x)
+        with pytest.raises(ImportModelError, match=rf"argument {next(iter(refused))}=.* of {op} is not supported"):
+            bind_arguments(graph.call_function(op, args, refused), converter, lambda x: x)
+
+
 class DataDependent(nn.Module):
     def forward(self, x: Any) -> Any:
         return x * 2 if x.sum() > 0 else x
