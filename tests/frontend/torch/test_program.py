@@ -226,6 +226,37 @@ def test_other_weights_go_into_a_compiled_model_without_compilation(
         rl.compile(program).load_weights(bad)
 
 
+def test_other_weights_keep_the_tuning_of_the_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuning was not stored, so that other kernels were compiled."""
+    from relaxlite import driver
+    from relaxlite.passes.products.choice import ScheduleChoice
+    from relaxlite.passes.schedule.tuning import TunedProgram, Tuning
+    from relaxlite.target import Target
+
+    entry = TunedProgram("m", ScheduleChoice(), ((1,),), (1.0,), (1.0,), 1)
+    tuning = Tuning({str(Target.parse("llvm")): {"of another model": entry}})
+    tuning.save(tmp_path / "t.json")
+    used: list[Any] = []
+    build = driver.build
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        used.append(kwargs["tuning"])
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(driver, "build", recording)
+    module = nn.Linear(3, 2)
+    program = rl.from_torch(module, (torch.randn(2, 3),))
+    for given in (tmp_path / "t.json", None):
+        exe = rl.compile(program, updatable=True, tuning=given)
+        monkeypatch.setenv("RELAXLITE_TUNING", str(tmp_path / "missing.json"))  # of the second compilation only
+        exe.load_weights(module.state_dict())
+        monkeypatch.delenv("RELAXLITE_TUNING")
+    assert used == [tuning, tuning, Tuning(), Tuning()]
+    exe.save(tmp_path / "m.rlx")
+    with pytest.raises(InvalidArgumentError, match=r"open the model by relaxlite\.load"):
+        rl.runtime.module.load(tmp_path / "m.rlx").load_weights(module.state_dict())
+
+
 def write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
     header, offset = {}, 0
     for name, array in arrays.items():
