@@ -4,8 +4,8 @@
                                                          z = select_scatter(x, b, 0, 1);  use(z)
 
 A write goes up the chain of views to the tensor that owns the memory; views of that memory which are read afterwards
-are taken again. What this file does not know, such as writes through expanded tensors, is left to torch's own retrace,
-which takes as long as the export.
+are taken again. What this file does not know, such as writes through expanded tensors or into a reshape that may be a
+copy, is left to torch's own retrace, which takes as long as the export.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -28,10 +29,12 @@ _SCATTERS: dict[str, Any] = {
     "slice": aten.slice_scatter.default,
     "diagonal": aten.diagonal_scatter.default,
 }
-_RESHAPES = frozenset(("view", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "reshape", "ravel"))
+_COPYING_RESHAPES = frozenset(("flatten", "reshape", "reshape_as", "ravel"))  # views where strides allow one
+_RESHAPES = _COPYING_RESHAPES | {"view", "view_as", "_unsafe_view", "unsqueeze", "squeeze", "unflatten"}
 _PERMUTATIONS = frozenset(("transpose", "t", "permute", "swapaxes"))
-_IDENTITIES = frozenset(("alias", "detach", "lift_fresh", "contiguous", "to", "view_as", "type_as", "positive"))
-_TRAINED = frozenset(("batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm"))
+_CONVERSIONS = frozenset(("contiguous", "to", "type_as"))  # the operand itself where nothing is to be converted
+_DROPOUTS = frozenset(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"))
+_IDENTITIES = frozenset(("alias", "detach", "lift_fresh", "positive")) | _CONVERSIONS | _DROPOUTS
 _RANDOM = frozenset(
     ("normal_", "uniform_", "random_", "exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_")
 )
@@ -53,12 +56,44 @@ def _name(node: Node) -> str:
     return node.target._schema.name.partition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
-def _is_alias(node: Node) -> bool:
-    """Whether a result of the operator may share the memory of its first argument."""
+def is_write(node: Node) -> bool:
+    """Whether the node's operator writes into one of its arguments, by its schema."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _shares_memory(node: Node, base: Node) -> bool | None:
+    """Whether the node's result lies in the memory of its first argument; None where that depends on strides."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
+    name, before, after = _name(node), base.meta.get("val"), node.meta.get("val")
+    if name in _DROPOUTS:
+        return not (argument_of(node, "train") and argument_of(node, "p"))
+    if name in _CONVERSIONS:
+        return _converts_nothing(node, before, after)
     returns = node.target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None
+    if not returns or returns[0].alias_info is None:
+        return False
+    if name in _COPYING_RESHAPES and not (isinstance(before, torch.Tensor) and before.is_contiguous()):
+        return None
+    return True
+
+
+def _converts_nothing(node: Node, before: Any, after: Any) -> bool | None:
+    """Whether `to`, `type_as` or `contiguous` returns its operand; None where the strides are not known."""
+    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)):
+        return None
+    if argument_of(node, "copy") or (before.dtype, before.device) != (after.dtype, after.device):
+        return False
+    strides = list(zip(before.stride(), after.stride(), strict=True))
+    if all(statically_known_true(a == b) for a, b in strides):
+        return True
+    return False if any(statically_known_true(a != b) for a, b in strides) else None
+
+
+def argument_of(node: Node, name: str) -> Any:
+    """Return an argument of the node by its name in the schema; None where the node does not pass it."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return (dict(zip(names, node.args, strict=False)) | node.kwargs).get(name)
 
 
 class _Rewriter:
@@ -70,17 +105,16 @@ class _Rewriter:
         self._parents: dict[Node, Node] = {}  # view -> what it is a view of
         self._epochs: dict[Node, int] = {}  # owner of memory -> number of writes
         self._seen: dict[Node, int] = {}  # node -> the epoch of its present value
+        self._uncertain: list[tuple[Node, Node]] = []  # (node, base) that may or may not share memory
 
     def visit(self, node: Node) -> None:
         """Copy one node; a write becomes a new value of what it writes."""
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if is_write(node):
             self._write_of(node)
             return
-        if _name(node) in _TRAINED and True in node.args:
-            raise CannotFunctionalize(f"{node.target} in training writes statistics")
         base = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        if base is not None and self._shares_memory(node, base):
-            self._parents[node] = base
+        if base is not None:
+            self._relate(node, base)
         self._values[node] = self._copy(node)
         self._seen[node] = self._epochs.setdefault(self._owner(node), 0)
 
@@ -88,19 +122,14 @@ class _Rewriter:
         """Present values of the placeholders that were written, by name."""
         return {n.name: self._values[n] for n, count in self._epochs.items() if count and n.op == "placeholder"}
 
-    def _shares_memory(self, node: Node, base: Node) -> bool:
-        name = _name(node)
-        if node.target is not None and getattr(node.target, "__name__", "") == "getitem":
-            return base in self._parents
-        if not _is_alias(node):
-            return False
-        before, after = base.meta.get("val"), node.meta.get("val")
-        if name in ("reshape", "flatten", "contiguous", "to", "ravel") and isinstance(before, torch.Tensor):
-            if name == "to" and isinstance(after, torch.Tensor) and after.dtype != before.dtype:
-                return False
-            if not before.is_contiguous():
-                return name == "to"
-        return True
+    def _relate(self, node: Node, base: Node) -> None:
+        """Note whether the node is a view of its first argument."""
+        is_item = getattr(node.target, "__name__", "") == "getitem" and base in self._parents
+        shares = is_item or _shares_memory(node, base)
+        if shares:
+            self._parents[node] = base
+        elif shares is None:
+            self._uncertain.append((node, base))
 
     def _copy(self, node: Node) -> Node:
         return self.new.node_copy(node, self._read)
@@ -115,7 +144,7 @@ class _Rewriter:
         epoch = self._epochs.get(self._owner(node), 0)
         if self._seen[node] != epoch:
             base = self._read(self._parents[node])
-            self._values[node] = base if _name(node) in _IDENTITIES or _is_write(node) else self._copy(node)
+            self._values[node] = base if _name(node) in _IDENTITIES or is_write(node) else self._copy(node)
             self._seen[node] = epoch
         return self._values[node]
 
@@ -158,6 +187,9 @@ class _Rewriter:
 
     def _write(self, x: Node, value: Node) -> None:
         """Make `value` the contents of x, and of all memory that x is a view of."""
+        for node, base in self._uncertain:
+            if self._owner(x) in (self._owner(node), self._owner(base)):
+                raise CannotFunctionalize(f"{node.target} may be a view of what is written, or a copy")
         chain = [x]
         while chain[-1] in self._parents:
             chain.append(self._parents[chain[-1]])
@@ -175,22 +207,26 @@ class _Rewriter:
     def _put_back(self, view: Node, parent: Node, old: Node, value: Node) -> Node:
         """Emit the parent of a view with the view's new contents."""
         name = _name(view)
-        if name in _IDENTITIES or _is_write(view):
+        if name in _IDENTITIES or is_write(view):
             return value
         if name in _SCATTERS:
             args = torch.fx.map_arg(view.args[1:], self._read)
             kwargs = torch.fx.map_arg(dict(view.kwargs), self._read)
             return self._call(_SCATTERS[name], (old, value, *args), kwargs, parent)
         if name in _RESHAPES:
-            shape = parent.meta["val"].shape
-            return self._call(aten.reshape.default, (value, list(shape)), {}, parent)
+            return self._call(aten.reshape.default, (value, self._sizes(old, parent)), {}, parent)
         if name in _PERMUTATIONS:
             return self._call(aten.permute.default, (value, _inverse(view)), {}, parent)
         raise CannotFunctionalize(f"a write through {view.target}")
 
+    def _sizes(self, value: Node, like: Node) -> list[int | Node]:
+        """The sizes of a value; those that are known only at run time are read from it."""
+        return [n if isinstance(n, int) else self._size(value, d, n) for d, n in enumerate(like.meta["val"].shape)]
 
-def _is_write(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    def _size(self, value: Node, dim: int, size: torch.SymInt) -> Node:
+        node = self.new.call_function(aten.sym_size.int, (value, dim))
+        node.meta = {"val": size}
+        return node
 
 
 def _inverse(view: Node) -> list[int]:

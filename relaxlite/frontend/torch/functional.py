@@ -18,20 +18,22 @@ import torch
 from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind, OutputSpec, TensorArgument
 
-from relaxlite.frontend.torch.aliasing import CannotFunctionalize, functional_graph
+from relaxlite.frontend.torch.aliasing import CannotFunctionalize, argument_of, functional_graph, is_write
 from relaxlite.frontend.torch.recurrent_layers import recurrent_layers_kept
 from relaxlite.frontend.torch.registry import find_converter
 from relaxlite.frontend.torch.survey import all_nodes, name_of, needs_converter
 
 Decompositions = dict[Any, Callable[..., Any]]
-_NORMALIZATIONS = ("aten.batch_norm.default", "aten.instance_norm.default")
+_NORMALIZATIONS = tuple(
+    f"aten.{name}.default" for name in ("batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm")
+)
 
 
 def functionalize(program: ExportedProgram) -> ExportedProgram:
     """Return the program without operators that write into tensors, and with unknown operators decomposed."""
     nodes = list(all_nodes(program.graph_module))
     if not any(map(_needs_retrace, nodes)):
-        if not any(map(_is_write, nodes)):
+        if not any(map(is_write, nodes)):
             return program
         try:
             return _without_writes(program)
@@ -47,13 +49,10 @@ def functionalize(program: ExportedProgram) -> ExportedProgram:
 def _without_writes(program: ExportedProgram) -> ExportedProgram:
     """Return the program with writes as values; raises CannotFunctionalize."""
     main = program.graph_module
-    if any(_is_write(node) for node in all_nodes(main) if node.graph is not main.graph):
+    if any(is_write(node) for node in all_nodes(main) if node.graph is not main.graph):
         raise CannotFunctionalize("a subgraph writes")
     program = _with_buffers(program)
     graph, written = functional_graph(main)
-    module = torch.fx.GraphModule(main, graph)
-    if any(find_converter(name_of(n.target)) is None for n in all_nodes(module) if needs_converter(n)):
-        raise CannotFunctionalize("a functional twin has no converter")
     signature, specs = program.graph_signature, []
     for spec in signature.input_specs:
         new = written.get(getattr(spec.arg, "name", ""))
@@ -65,13 +64,11 @@ def _without_writes(program: ExportedProgram) -> ExportedProgram:
     output.args = ((*(new for _, new in specs), *output.args[0]),)
     changed = copy.copy(program)
     changed._graph_module = torch.fx.GraphModule(main, graph)
+    if any(find_converter(name_of(n.target)) is None for n in all_nodes(changed.graph_module) if needs_converter(n)):
+        raise CannotFunctionalize("a functional twin has no converter")
     outputs = [*(spec for spec, _ in specs), *signature.output_specs]
     changed._graph_signature = ExportGraphSignature(signature.input_specs, outputs)
     return changed
-
-
-def _is_write(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _with_buffers(program: ExportedProgram) -> ExportedProgram:
@@ -92,7 +89,7 @@ def _needs_retrace(node: torch.fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if isinstance(node.target, torch._ops.OpOverload):
-        if node.target._schema.is_mutable:
+        if is_write(node):
             return False  # see `_without_writes`
         if find_converter(name_of(node.target)) is not None:
             return _updates_statistics(node)
@@ -106,10 +103,8 @@ def _updates_statistics(node: torch.fx.Node) -> bool:
     """Whether a node is a normalization that writes running statistics, which its schema does not tell."""
     if node.op != "call_function" or name_of(node.target) not in _NORMALIZATIONS:
         return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    is_training = bool(given.get("training") or given.get("use_input_stats"))
-    return is_training and given.get("running_mean") is not None
+    is_training = bool(argument_of(node, "training") or argument_of(node, "use_input_stats"))
+    return is_training and argument_of(node, "running_mean") is not None
 
 
 def decompositions() -> Decompositions:
