@@ -27,7 +27,7 @@ LEFT: dict[str, int] = {
     "coarse": 2,
     "follows": 1,
     "found": 7,
-    "given": 9,
+    "given": 8,
     "instead": 1,
     "made": 2,
     "planes": 2,

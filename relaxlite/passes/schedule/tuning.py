@@ -88,6 +88,11 @@ class Tuning:
         return json.dumps({"relaxlite_tuning": FORMAT, "targets": targets}, indent=1) + "\n"
 
     @staticmethod
+    def of_json(text: str) -> Tuning:
+        """Return the database of JSON text. Raises ValueError, KeyError or TypeError for other text."""
+        return _from_json(json.loads(text))
+
+    @staticmethod
     def of_knob() -> Tuning | None:
         """Load the file that the knob `tuning` names; None: it names none. Raises as `load`."""
         file = config.get("tuning")
