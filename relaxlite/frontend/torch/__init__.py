@@ -31,6 +31,7 @@ from relaxlite.frontend.torch import (  # noqa: F401  (each registers its conver
     convert_factorizations,
     convert_indexing,
     convert_linalg,
+    convert_losses,
     convert_moves,
     convert_nn,
     convert_norm,
