@@ -183,7 +183,7 @@ def native_batch_norm(
     if running_mean is None or running_var is None or "functional" not in n.target:
         return tuple(outputs)
     if is_update:
-        outputs.append(None)  # reserved memory of other backends
+        outputs.append(n.full(n.shape(3), 0, n.dtype(3)))  # reserved memory of other backends
     shape = n.shape_of(input)
     count = n.symbols.tensor(product((shape[0], *shape[2:])), n.dtype_of(variance))
     rest = n.emit(ops.subtract(count, n.operand(1, n.dtype_of(variance))))
