@@ -56,10 +56,11 @@ def _repeat(count: Scalar, body: Callable[[SymVar], Stmt]) -> Stmt:
     return LetIndex(times, count.maximum(0.0).cast("int64").value, For(step, times, body(step)))
 
 
-_ZETA_TAIL = (  # (2k)! / B(2k): denominators of the terms of Euler and Maclaurin
-    12.0, -720.0, 30240.0, -1209600.0, 47900160.0, -1.8924375803183791606e9, 7.47242496e10, -2.950130727918164224e12,
-    1.1646782814350067249e14, -4.5979787224074726105e15, 1.8152105401943546773e17, -7.1661652561756670113e18,
+_BERNOULLI = (  # B(2), B(4), ..., B(24)
+    1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6, -3617 / 510, 43867 / 798, -174611 / 330, 854513 / 138,
+    -236364091 / 2730,
 )  # fmt: skip
+_ZETA_TAIL = tuple(math.factorial(2 * k) / b for k, b in enumerate(_BERNOULLI, 1))  # what terms are divided by
 
 
 @register
