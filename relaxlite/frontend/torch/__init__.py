@@ -26,6 +26,7 @@ from relaxlite.frontend.torch import (  # noqa: F401  (each registers its conver
     convert_control,
     convert_creation,
     convert_data_dependent,
+    convert_eigenvalues,
     convert_elementwise,
     convert_experts,
     convert_factorizations,
