@@ -58,6 +58,23 @@ def test_resizes_by_scales_that_sizes_round() -> None:
     check(Call(function), ({2: DYNAMIC, 3: DYNAMIC},), *inputs)
 
 
+def test_operators_that_torch_does_not_decompose() -> None:
+    aten = torch.ops.aten
+
+    def function(x: Any) -> Any:
+        n, c, h, w = x.shape
+        maxima, places = F.max_pool2d(x, 2, return_indices=True)
+        return (
+            *aten.native_group_norm(x, None, x.mean((0, 2, 3)), n, c, h * w, 2, 1e-5),
+            aten.max_pool2d_with_indices_backward(maxima, x, [2, 2], [2, 2], [0, 0], [1, 1], False, places),
+            F.interpolate(x, size=(3, 5), mode="bilinear", antialias=True, align_corners=True),
+            F.pdist(x.flatten(1)),
+        )
+
+    inputs = [(torch.randn(n, 4, h, w),) for n, h, w in ((3, 8, 5), (2, 12, 4), (5, 5, 16))]
+    check(Call(function), ({0: DYNAMIC, 2: DYNAMIC, 3: DYNAMIC},), *inputs)
+
+
 def test_norms_in_training_update_their_statistics() -> None:
     layers = torch.nn.BatchNorm1d(3), torch.nn.InstanceNorm1d(3, track_running_stats=True)
     model = torch.nn.Sequential(*layers).train()
