@@ -72,6 +72,13 @@ def test_sizes_are_numbers_where_the_model_uses_them_so(n: int) -> None:
     check(module, exe, torch.randn(n, 2))
 
 
+def test_a_dimension_without_a_name_may_be_one() -> None:
+    module = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.BatchNorm1d(3)).eval()
+    exe = compiled(module, (torch.randn(3, 2, 5),), ({0: Dim.DYNAMIC, 2: Dim.AUTO},))
+    for n, length in ((1, 1), (1, 7), (4, 1)):
+        check(module, exe, torch.randn(n, 2, length))
+
+
 def test_a_derived_dimension_alone_determines_its_symbol() -> None:
     half = Dim("half", min=2, max=50)
     module = Call(lambda _, x: x.view(-1, 2, 3).relu())
