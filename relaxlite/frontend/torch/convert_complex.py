@@ -338,6 +338,11 @@ def sigmoid(n: Node, self: Complex) -> Complex:
     return joined(n, *quotient(n, (one, None), (n.emit(ops.add(real, one)), imaginary)))
 
 
+@complex_op("aten.silu")
+def silu(n: Node, self: Complex) -> Complex:
+    return joined(n, *product(n, parts_of(n, self), parts_of(n, sigmoid(n, self))))
+
+
 @complex_op("aten.tanh")
 def tanh(n: Node, self: Complex) -> Complex:
     """(sinh(2x) + i sin(2y)) / (cosh(2x) + cos(2y)), with x limited to where tanh(x) is 1."""

@@ -181,7 +181,7 @@ def select(n: Node, self: Expr, dim: int, index: Any) -> Expr:
     return n.emit(ops.squeeze(row, axes=(axis,)))
 
 
-@torch_op("aten.sym_size", "aten.sym_numel", "aten.sym_stride")
+@torch_op("aten.sym_size", "aten.sym_numel", "aten.sym_stride", complex=True)
 def sym_size(n: Node, self: Any, dim: int | None = None) -> Any:
     return n.fx_node.meta["val"]
 
