@@ -111,7 +111,7 @@ def compile(
     if updatable:
         if passes is not None or context is not None:
             raise InvalidArgumentError("updatable=True: passes and a context of the caller cannot be stored")
-        tuning = _tuning_of(tuning) or Tuning()
+        tuning = Tuning.of(tuning) or Tuning()
     data = build(
         module,
         target,
@@ -131,16 +131,12 @@ def compile(
 
 
 def with_weights(data: ExecutableData, weights: Any) -> ExecutableData:
-    """Return a model that was compiled with `updatable=True` with other weights: by name, or a safetensors file.
-
-    The passes run again, with the options and the tuning that the model was compiled with. Raises as
-    `module_with_weights` does.
-    """
+    """Compile an updatable model with other weights and the same options; raises as `module_with_weights` does."""
     from relaxlite.weights_update import module_with_weights
 
     module, options = module_with_weights(data, weights)
-    tuning = Tuning.of_json(options.pop("tuning"))
-    return replace(build(module, **options, tuning=tuning), attachments=data.attachments)
+    options["tuning"] = Tuning.of_json(options["tuning"])
+    return replace(build(module, **options), attachments=data.attachments)
 
 
 @with_gc_disabled
@@ -169,7 +165,7 @@ def build(
     if constant_memory is not None:
         context.constant_memory = constant_memory
     if tuning is not None or context.tuning is None:
-        context.tuning = _tuning_of(tuning)
+        context.tuning = Tuning.of(tuning)
     if libraries is not None or context.libraries is None:
         context.libraries = rules_for(libraries, machine)
     verify(module, "graph")
@@ -213,13 +209,6 @@ def build(
     for warning in filter(None, (validator.doubt() for validator in validators)):
         warnings.warn(warning, RuntimeWarning, stacklevel=4)  # the caller of `compile`
     return data
-
-
-def _tuning_of(tuning: str | os.PathLike[str] | Tuning | None) -> Tuning | None:
-    """Return the measured schedules, by default those of the file that the knob `tuning` names."""
-    if tuning is None or isinstance(tuning, Tuning):
-        return Tuning.of_knob() if tuning is None else tuning
-    return Tuning.load(tuning)
 
 
 @cache
