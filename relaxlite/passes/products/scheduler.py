@@ -41,8 +41,7 @@ from relaxlite.passes.products.blocks_grouped import Groups, tiled_groups
 from relaxlite.passes.products.choice import ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.contraction import Contraction, Encoding
 from relaxlite.passes.products.convolution import FilterTile, filter_tile, tiled_filters
-from relaxlite.passes.products.dots import Dots, dot_products
-from relaxlite.passes.products.dots_amx import amx_dots
+from relaxlite.passes.products.dots import Dots, amx_dots, dot_products
 from relaxlite.passes.products.panel_prefetch import PanelPrefetch, steps_of, width_that_fits
 from relaxlite.passes.products.reduction import (
     ReductionBlock,
