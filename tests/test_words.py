@@ -32,7 +32,7 @@ LEFT: dict[str, int] = {
     "made": 2,
     "planes": 2,
     "spread": 4,
-    "squares": 4,
+    "squares": 3,
     "streams": 2,
     "turned": 1,
 }
