@@ -76,8 +76,8 @@ def _split(codes: np.ndarray, options: Options) -> Sequence[np.ndarray]:
 
 def _matches(codes: np.ndarray, options: Options) -> Sequence[np.ndarray]:
     pattern = re.compile(options["pattern"])
-    found = [pattern.fullmatch(text) is not None for text in strings.to_texts(codes).ravel().tolist()]
-    return [np.array(found, bool).reshape(codes.shape)]
+    matched = [pattern.fullmatch(text) is not None for text in strings.to_texts(codes).ravel().tolist()]
+    return [np.array(matched, bool).reshape(codes.shape)]
 
 
 def _normalized(codes: np.ndarray, options: Options) -> Sequence[np.ndarray]:
@@ -102,12 +102,12 @@ def _ngram_weights(x: np.ndarray, options: Options) -> Sequence[np.ndarray]:
     rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
     pool = {tuple(gram): column for gram, column in options["pool"]}
     counts = np.zeros((len(rows), options["width"]), np.float32)
-    for row, found in zip(rows.tolist(), counts, strict=True):
+    for row, row_counts in zip(rows.tolist(), counts, strict=True):
         for length, skip in _spacings(options):
             for begin in range(len(row) - (length - 1) * skip):
                 column = pool.get(tuple(row[begin : begin + (length - 1) * skip + 1 : skip]))
                 if column is not None:
-                    found[column] += 1
+                    row_counts[column] += 1
     weights = np.array(options["weights"] or [1.0], np.float32)
     if options["mode"] != "TF":
         counts = (counts > 0).astype(np.float32)

@@ -11,7 +11,7 @@ import numpy as np
 from relaxlite.frontend.onnx.convert_shapes import normalize_axis
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
-from relaxlite.frontend.onnx.runtime_resize import resize_by_scales, resize_region, scaled_sizes, spread
+from relaxlite.frontend.onnx.runtime_resize import resize_by_scales, resize_region, scaled_sizes, for_all_axes
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.symbolic import SymExpr, as_int, smax, smin
@@ -104,7 +104,7 @@ def _resize_runtime_region(n: Node, axes: tuple[int, ...], attrs: Mapping[str, A
     if not _has_elements(n, 2):
         return resize_region(n, roi, _sizes_by_input(n, axes), axes, attrs)
     starts, ends = (
-        spread(n, n.emit(ops.slice(roi, (k,), (count,), axes=(0,))), axes, rank, float(k > 0)) for k in (0, count)
+        for_all_axes(n, n.emit(ops.slice(roi, (k,), (count,), axes=(0,))), axes, rank, float(k > 0)) for k in (0, count)
     )
     sizes = scaled_sizes(n, n.input(2), axes, n.emit(ops.subtract(ends, starts)))
     return resize_region(n, roi, sizes, axes, attrs)

@@ -373,8 +373,8 @@ def _pad_runtime_axes(n: Node) -> Result:
     """Pad at axes that are known at run time only: the other axes are padded by 0."""
     count = _count_of_pads(n)
     sides = [n.emit(ops.slice(n.input(1), (begin,), (count,), axes=(0,))) for begin in (0, count)]
-    spread = [for_every_axis(n, side, n.input(3), n.rank(), 0) for side in sides]
-    amounts = tuple(amount for side in spread for amount in n.resolver.values(side))
+    amounts_of_sides = [for_every_axis(n, side, n.input(3), n.rank(), 0) for side in sides]
+    amounts = tuple(amount for side in amounts_of_sides for amount in n.resolver.values(side))
     return _pad(n, amounts, n.optional(2), None)
 
 

@@ -181,5 +181,5 @@ def _mel_edges(n: Node, count: SymExpr, length: SymExpr, rate: Expr, hertz: tupl
     step = n.emit(ops.divide(n.emit(ops.subtract(high, low)), scalar(count + 2)))
     mels = n.emit(ops.add(n.emit(ops.multiply(_counted(n, count + 2), step)), low))
     powers = n.emit(ops.exp(n.emit(ops.divide(mels, number(scale)))))
-    found = n.emit(ops.multiply(n.emit(ops.subtract(powers, number(1.0))), number(700.0)))
-    return n.emit(ops.floor(n.emit(ops.divide(n.emit(ops.multiply(found, scalar(length + 1))), rate))))
+    hertz_of_edges = n.emit(ops.multiply(n.emit(ops.subtract(powers, number(1.0))), number(700.0)))
+    return n.emit(ops.floor(n.emit(ops.divide(n.emit(ops.multiply(hertz_of_edges, scalar(length + 1))), rate))))

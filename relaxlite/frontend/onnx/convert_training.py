@@ -69,10 +69,10 @@ def adagrad(n: Node) -> Result:
     rate = a.div(rate, a.add(a.mul(time, decay), 1.0))
 
     def step(tensors: Sequence[Expr]) -> tuple[Expr, ...]:
-        x, gradient, squares = tensors
+        x, gradient, accumulated = tensors
         gradient = a.add(a.mul(x, norm), gradient)
-        squares = a.add(squares, a.mul(gradient, gradient))
-        return a.sub(x, a.div(a.mul(rate, gradient), a.add(a.sqrt(squares), epsilon))), squares
+        accumulated = a.add(accumulated, a.mul(gradient, gradient))
+        return a.sub(x, a.div(a.mul(rate, gradient), a.add(a.sqrt(accumulated), epsilon))), accumulated
 
     return _each(n, 3, step)
 

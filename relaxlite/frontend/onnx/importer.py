@@ -124,8 +124,11 @@ class ModelImporter:
         values = [border.input_value(i, ty, bb, table, importer.narrow) for i, ty in zip(inputs, types, strict=True)]
         with bb.body() as scope:
             importer.define_all({v.name: v.value for v in values})
-            found = importer.graph(graph)
-            results = [border.output_value(o, x, bb, importer.narrow) for o, x in zip(graph.output, found, strict=True)]
+            values_of_outputs = importer.graph(graph)
+            results = [
+                border.output_value(o, x, bb, importer.narrow)
+                for o, x in zip(graph.output, values_of_outputs, strict=True)
+            ]
             outputs = [bb.leaf(part) for v in results for part in v.parts]
             bb.result(outputs[0] if len(outputs) == 1 else Tuple(tuple(outputs)))
         attrs = dict(border.signature(values, results))

@@ -43,8 +43,8 @@ def inserted(n: Node, sequence: RaggedSequence, x: Expr, position: Expr | None) 
     else:
         position = _checked_position(n, sequence, position, is_insertion=True)
         cuts = _offset(n, sequence, position), _number(n, position)
-        halves = [_cut(n, field, at, at) for field, at in zip(sequence.fields, cuts, strict=True)]
-        pieces = [(low, part, high) for (low, high), part in zip(halves, row, strict=True)]
+        sides = [_cut(n, field, at, at) for field, at in zip(sequence.fields, cuts, strict=True)]
+        pieces = [(low, part, high) for (low, high), part in zip(sides, row, strict=True)]
     return RaggedSequence(tuple(n.emit(ops.concat(*p, axis=0)) for p in pieces))
 
 
@@ -53,8 +53,8 @@ def erased(n: Node, sequence: RaggedSequence, position: Expr | None) -> RaggedSe
     position = _checked_position(n, sequence, Constant.of(-1, "int64") if position is None else position, False)
     begin, number = _offset(n, sequence, position), _number(n, position)
     end = _offset(n, sequence, n.emit(ops.add(position, ONE)))
-    halves = _cut(n, sequence.elements, begin, end), _cut(n, sequence.shapes, number, number + 1)
-    return RaggedSequence(tuple(n.emit(ops.concat(*half, axis=0)) for half in halves))
+    sides = _cut(n, sequence.elements, begin, end), _cut(n, sequence.shapes, number, number + 1)
+    return RaggedSequence(tuple(n.emit(ops.concat(*half, axis=0)) for half in sides))
 
 
 def appended(n: Node, first: RaggedSequence, second: RaggedSequence) -> RaggedSequence:

@@ -18,16 +18,16 @@ Shape = tuple[SymExpr, ...]
 def scaled_sizes(n: Node, scales: Expr, axes: Sequence[int], spans: Expr | None = None) -> Shape:
     """Return floor(dim * scale) of every dimension; `spans` (rank,): parts of the dimensions that are resized."""
     rank = n.rank()
-    factors = n.emit(ops.cast(spread(n, scales, axes, rank, 1.0), dtype="float64"))
+    factors = n.emit(ops.cast(for_all_axes(n, scales, axes, rank, 1.0), dtype="float64"))
     if spans is not None:
         factors = n.emit(ops.multiply(factors, n.emit(ops.cast(spans, dtype="float64"))))
     dims = n.emit(ops.cast(n.emit(ops.shape_of(n.input(0))), dtype="float64"))
     sizes = n.emit(ops.cast(n.emit(ops.floor(n.emit(ops.multiply(dims, factors)))), dtype="int64"), "size")
-    found = n.resolver.values(sizes, lower=0)
-    return tuple(found[k] if k in axes else d for k, d in enumerate(n.shape()))
+    values = n.resolver.values(sizes, lower=0)
+    return tuple(values[k] if k in axes else d for k, d in enumerate(n.shape()))
 
 
-def spread(n: Node, values: Expr, axes: Sequence[int], rank: int, default: float) -> Expr:
+def for_all_axes(n: Node, values: Expr, axes: Sequence[int], rank: int, default: float) -> Expr:
     """Return (rank,): the values of the axes, `default` of the others."""
     if tuple(axes) == tuple(range(rank)):
         return values

@@ -30,13 +30,13 @@ def choose(n: Node, number: Expr, choices: Sequence[Callable[[], list[Expr]]]) -
         return choices[0]()
     middle = len(choices) // 2
     above = n.emit(ops.subtract(number, Constant.of(middle, "int64")))
-    halves: list[Callable[[], list[Expr]]] = [
+    branches: list[Callable[[], list[Expr]]] = [
         lambda: choose(n, number, choices[:middle]),
         lambda: choose(n, above, choices[middle:]),
     ]
     is_low = n.emit(ops.less(number, Constant.of(middle, "int64")))
     names = [name or f"{n.op_type}_{k}" for k, name in enumerate(n.proto.output)]
-    return n.importer.flow.branch(is_low, halves, names)
+    return n.importer.flow.branch(is_low, branches, names)
 
 
 def by_axes(
@@ -97,8 +97,8 @@ def for_every_axis(n: Node, values: Expr, axes: Expr | None, rank: int, default:
         axes = Constant.of(np.arange(rank if count is None else count, dtype=np.int64))
     hits = _hits(n, axes, rank)
     column = n.emit(ops.expand_dims(wide, axes=(1,)))
-    spread = n.emit(ops.sum(n.emit(ops.where(hits, column, Constant.of(0, "int64"))), axes=(0,)))
-    return n.emit(ops.where(n.emit(ops.any(hits, axes=(0,))), spread, Constant.of(default, "int64")))
+    summed = n.emit(ops.sum(n.emit(ops.where(hits, column, Constant.of(0, "int64"))), axes=(0,)))
+    return n.emit(ops.where(n.emit(ops.any(hits, axes=(0,))), summed, Constant.of(default, "int64")))
 
 
 def _hits(n: Node, axes: Expr, rank: int) -> Expr:

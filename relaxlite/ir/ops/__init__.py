@@ -12,6 +12,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (importing a module registers its 
     creation,
     data_dependent,
     detection,
+    eigenvalues,
     elementwise,
     factorizations,
     grouped_products,
