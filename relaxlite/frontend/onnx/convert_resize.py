@@ -11,7 +11,7 @@ import numpy as np
 from relaxlite.frontend.onnx.convert_shapes import normalize_axis
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
-from relaxlite.frontend.onnx.runtime_resize import resize_by_scales, resize_region, scaled_sizes, for_all_axes
+from relaxlite.frontend.onnx.runtime_resize import for_all_axes, resize_by_scales, resize_region, scaled_sizes
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.symbolic import SymExpr, as_int, smax, smin

@@ -317,7 +317,7 @@ def slice_1(n: Node) -> Result:
 
 @onnx_op("Slice", since=10)
 def slice_10(n: Node) -> Result:
-    if _is_runtime(n, 3) or _is_runtime(n, 4) or _is_given(n, 1) or _is_given(n, 2):
+    if _is_runtime(n, 3) or _is_runtime(n, 4) or _is_argument(n, 1) or _is_argument(n, 2):
         return runtime_slice(n)
     starts, ends = n.shape_values(1), n.shape_values(2)
     axes = n.const_ints(3, "axes") if n.optional(3) is not None else tuple(range(len(starts)))
@@ -330,7 +330,7 @@ def _is_runtime(n: Node, index: int) -> bool:
     return n.optional(index) is not None and n.const(index) is None
 
 
-def _is_given(n: Node, index: int) -> bool:
+def _is_argument(n: Node, index: int) -> bool:
     """Whether an input is an input of the model, about whose elements nothing is known."""
     x = n.input(index)
     return isinstance(x, Var) and n.bb.bound_value(x) is None and n.resolver.known(x) is None
