@@ -46,7 +46,7 @@ from relaxlite.runtime.executable import (
 )
 from relaxlite.runtime.libraries import registered_functions
 from relaxlite.runtime.module import Executable
-from relaxlite.signature import signature_of
+from relaxlite.signature import signature_of, unique_names
 from relaxlite.target import Target
 from relaxlite.updatable import attach_source
 from relaxlite.validation import Validator
@@ -263,7 +263,7 @@ def _kernel_cost(cost: Cost, symbols: tuple[SymVar, ...]) -> KernelCost | None:
     if any(v not in places for part in parts for v in part.free_vars()):
         return None
     flops, bytes_read, bytes_written = (to_text(part, places.__getitem__) for part in parts)
-    names = tuple(_unique_names(symbols).values())
+    names = tuple(unique_names(symbols).values())
     return KernelCost(names, flops, bytes_read, bytes_written, is_bound=cost.is_bound)
 
 

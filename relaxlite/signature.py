@@ -36,7 +36,7 @@ def signature_of(function: Function) -> Signature:
     assert isinstance(input_names, tuple) and isinstance(output_names, tuple)
     donated = donated_params(function)  # the last results are stored in the caller's arrays
     types, output_names = types[: len(types) - len(donated)], output_names[: len(types) - len(donated)]
-    symbol_names = _unique_names(s for ty in (*(p.ty for p in function.params), *types) for s in type_symbols(ty))
+    symbol_names = unique_names(s for ty in (*(p.ty for p in function.params), *types) for s in type_symbols(ty))
     inputs = tuple(_spec(str(name), p.ty, symbol_names) for name, p in zip(input_names, function.params, strict=True))
     outputs = tuple(_spec(str(name), ty, symbol_names) for name, ty in zip(output_names, types, strict=True))
     input_forms, output_forms = _forms(function, INPUT_FORMS), _forms(function, OUTPUT_FORMS)
@@ -71,7 +71,7 @@ def _with_elements(specs: tuple[TensorSpec, ...], value_forms: tuple[tuple[str, 
     return tuple(replace(spec, element=element) for spec, element in zip(specs, elements, strict=True))
 
 
-def _unique_names(symbols: Iterable[SymVar]) -> dict[SymVar, str]:
+def unique_names(symbols: Iterable[SymVar]) -> dict[SymVar, str]:
     """Unique names of symbols."""
     names: dict[SymVar, str] = {}
     for symbol in symbols:

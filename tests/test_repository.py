@@ -50,19 +50,10 @@ LAYERS: dict[str, set[str]] = {
     "library": BASE | {"ir", "passes", "runtime"},
     "updatable": BASE | {"ir", "runtime"},
     "weights_update": BASE | {"ir", "runtime", "frontend", "nesting", "updatable"},
+    "signature": BASE | {"forms", "ir", "passes", "runtime"},
     "driver": BASE
-    | {
-        "forms",
-        "garbage",
-        "ir",
-        "passes",
-        "codegen",
-        "runtime",
-        "updatable",
-        "weights_update",
-        "validation",
-        "library",
-    },
+    | {"garbage", "ir", "passes", "codegen", "runtime", "signature", "updatable", "weights_update", "validation"}
+    | {"library"},
     "torch": BASE | {"ir", "runtime", "frontend", "driver", "nesting"},
     "loading": BASE | {"ir", "model_cache", "runtime", "frontend", "driver", "passes"},
     "revalidate": BASE | {"ir", "passes", "driver", "validation"},
