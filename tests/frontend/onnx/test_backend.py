@@ -15,7 +15,7 @@ from relaxlite.frontend.onnx import backend
 from tests.support import tiers
 from tests.support.onnx_suite import expected_failures, load_cases, run_cases, sample
 
-EVERY = 8  # of all cases, besides the first of each operator, in the default tier
+EVERY = 25  # of all cases, besides the first of each operator, in the default tier
 
 
 @pytest.fixture(scope="module")
