@@ -135,7 +135,7 @@ def neg_view(n: Node, self: Expr) -> Expr:
     return n.emit(ops.neg(self))
 
 
-@complex_op("aten._to_copy", "aten.to", "aten.type_as")
+@complex_op("aten._to_copy", "aten.to", "aten.type_as", "prims.convert_element_type")
 def to(n: Node, self: Any, dtype: Any = None, other: Any = None) -> Any:
     if n.is_complex():
         return joined(n, *parts_of(n, self))

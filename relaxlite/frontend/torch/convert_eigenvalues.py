@@ -78,8 +78,8 @@ def is_above(n: Node, x: Expr, sizes: Expr, atol: Expr | None, rtol: Expr | None
         share = n.emit(ops.multiply(n.symbols.tensor(smax(*n.shape_of(x)[-2:]), dtype), epsilon(n, dtype)))
         rtol = share
         if atol is not None:
-            is_given = n.emit(ops.greater(n.cast(atol, dtype), n.operand(0, dtype)))
-            rtol = n.emit(ops.where(is_given, n.operand(0, dtype), share))
+            has_atol = n.emit(ops.greater(n.cast(atol, dtype), n.operand(0, dtype)))
+            rtol = n.emit(ops.where(has_atol, n.operand(0, dtype), share))
     greatest = n.emit(ops.max(sizes, axes=(rank - 1,), keepdims=True))
     bound = n.emit(ops.multiply(n.emit(ops.expand_dims(n.cast(rtol, dtype), axes=(n.rank(rtol),))), greatest))
     if atol is not None:

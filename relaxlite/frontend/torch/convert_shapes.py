@@ -80,7 +80,7 @@ def expand(n: Node, self: Expr, size: Any = None, other: Any = None) -> Expr:
     return n.broadcast(self, n.shape())
 
 
-@torch_op("aten._to_copy", "aten.to", "aten.type_as", "aten.float", "aten._cast_Float")
+@torch_op("aten._to_copy", "aten.to", "aten.type_as", "aten.float", "aten._cast_Float", "prims.convert_element_type")
 def to(n: Node, self: Expr, dtype: torch.dtype | None = None, other: Any = None) -> Expr:
     return n.cast(self, n.dtype())
 

@@ -81,8 +81,10 @@ class SymbolTable:
     def scope(self) -> Iterator[None]:
         """Open a scope of definitions, for the body of a branch or loop."""
         values, floats = dict(self._values), dict(self._floats)
-        yield
-        self._values, self._floats = values, floats
+        try:
+            yield
+        finally:
+            self._values, self._floats = values, floats
 
     def check_bounds_used(self) -> None:
         """Raise InvalidArgumentError if a name among the user's bounds is no symbol of the program."""

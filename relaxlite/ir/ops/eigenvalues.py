@@ -107,13 +107,13 @@ class _Order:
                 body = LetIndex(other, self.rows[(t + 1 + r,)].value, body)
                 return LetIndex(position, self.best.get().value, body)
 
-            position, chosen = SymVar("position"), SymVar("chosen")
+            position, pivot = SymVar("position"), SymVar("pivot")
             exchange = seq(
-                self.swap.set(self.rows[(t,)]), self.rows.set((t,), self.rows[(chosen,)]),
-                self.rows.set((chosen,), self.swap.get()),
+                self.swap.set(self.rows[(t,)]), self.rows.set((t,), self.rows[(pivot,)]),
+                self.rows.set((pivot,), self.swap.get()),
             )  # fmt: skip
             search = seq(self.best.set(index(t)), loops("r", (self.size - t - 1,), consider))
-            return seq(search, LetIndex(chosen, self.best.get().value, exchange))
+            return seq(search, LetIndex(pivot, self.best.get().value, exchange))
 
         start = loops("i", (self.size,), lambda i: self.rows.set((i,), index(i)))
         return seq(start, loops("t", (self.size,), place))
