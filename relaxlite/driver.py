@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeAlias
@@ -19,23 +19,19 @@ from relaxlite.codegen.llvm import ObjectCode, compile_host, compile_programs, c
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.garbage import with_gc_disabled
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
-from relaxlite.ir.attributes import CALL_STRUCTURE, INPUT_NAMES, OUTPUT_NAMES, STATE
-from relaxlite.ir.builder import result_types
 from relaxlite.ir.expr import Call, Function, Let
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.program import LibraryFound
 from relaxlite.ir.program_cache import ProgramCache
 from relaxlite.ir.program_visitor import all_values
-from relaxlite.ir.symbolic import Division, SymExpr, SymVar, to_text
-from relaxlite.ir.types import TensorType, Type, type_symbols
+from relaxlite.ir.symbolic import SymVar, to_text
 from relaxlite.ir.verifier import verify
 from relaxlite.library import rules_for
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.cost import Cost
 from relaxlite.passes.graph.reachable import entry_points
 from relaxlite.passes.manager import Pass, run_passes
-from relaxlite.passes.memory.donate import donated_params
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.schedule.tuning import Tuning
 from relaxlite.runtime.executable import (
@@ -46,12 +42,11 @@ from relaxlite.runtime.executable import (
     KernelInfo,
     LibraryInfo,
     Metadata,
-    Signature,
     TargetInfo,
-    TensorSpec,
 )
 from relaxlite.runtime.libraries import registered_functions
 from relaxlite.runtime.module import Executable
+from relaxlite.signature import signature_of, unique_names
 from relaxlite.target import Target
 from relaxlite.updatable import attach_source
 from relaxlite.validation import Validator
@@ -235,53 +230,6 @@ def _validators(module: IRModule, context: PassContext, validate: Validate) -> l
     return validators
 
 
-def signature_of(function: Function) -> Signature:
-    """Names, dtypes and symbolic shapes of a function's parameters and results.
-
-    Different symbols of one name get suffixes.
-    """
-    input_names = function.attrs.get(INPUT_NAMES) or tuple(p.name for p in function.params)
-    result_type = function.body.result.ty
-    types = result_types(result_type)
-    output_names = function.attrs.get(OUTPUT_NAMES) or tuple(f"output_{k}" for k in range(len(types)))
-    assert isinstance(input_names, tuple) and isinstance(output_names, tuple)
-    donated = donated_params(function)  # the last results are stored in the caller's arrays
-    types, output_names = types[: len(types) - len(donated)], output_names[: len(types) - len(donated)]
-    symbol_names = _unique_names(s for ty in (*(p.ty for p in function.params), *types) for s in type_symbols(ty))
-    inputs = tuple(_spec(str(name), p.ty, symbol_names) for name, p in zip(input_names, function.params, strict=True))
-    outputs = tuple(_spec(str(name), ty, symbol_names) for name, ty in zip(output_names, types, strict=True))
-    donated_names = tuple(str(input_names[function.params.index(param)]) for param in donated)
-    structure, state = function.attrs.get(CALL_STRUCTURE, ""), function.attrs.get(STATE, ())
-    assert isinstance(structure, str) and isinstance(state, tuple)
-    return Signature(inputs, outputs, donated_names, structure, tuple(map(str, state)))
-
-
-def _unique_names(symbols: Iterable[SymVar]) -> dict[SymVar, str]:
-    """Unique names of symbols."""
-    names: dict[SymVar, str] = {}
-    for symbol in symbols:
-        if symbol not in names:
-            name, count = symbol.name, 1
-            while name in names.values():
-                name, count = f"{symbol.name}_{count}", count + 1
-            names[symbol] = name
-    return names
-
-
-def _spec(name: str, ty: Type, names: dict[SymVar, str]) -> TensorSpec:
-    if not isinstance(ty, TensorType):
-        raise InvalidArgumentError(f"'{name}' is no tensor but {ty}; a compiled model takes and gives tensors")
-    dims = ty.shape if ty.shape is not None else ("?",) * (ty.rank or 0)
-    shape = tuple(d if isinstance(d, str) else int(d) if d.is_const else _dim_text(d, names) for d in dims)
-    bounds = {names[s]: (s.lower, s.upper, s.divisor) for s in type_symbols(ty)}
-    return TensorSpec(name, ty.dtype, shape, bounds)
-
-
-def _dim_text(dim: SymExpr, names: dict[SymVar, str]) -> str:
-    text = to_text(dim, names.__getitem__)
-    return text[1:-1] if isinstance(dim, Division) else text  # without the parentheses of an atom
-
-
 def _libraries(module: IRModule, context: PassContext) -> tuple[LibraryInfo, ...]:
     """Libraries that programs call, with the symbols of each."""
     symbols: dict[str, dict[str, bool]] = {}
@@ -315,7 +263,7 @@ def _kernel_cost(cost: Cost, symbols: tuple[SymVar, ...]) -> KernelCost | None:
     if any(v not in places for part in parts for v in part.free_vars()):
         return None
     flops, bytes_read, bytes_written = (to_text(part, places.__getitem__) for part in parts)
-    names = tuple(_unique_names(symbols).values())
+    names = tuple(unique_names(symbols).values())
     return KernelCost(names, flops, bytes_read, bytes_written, is_bound=cost.is_bound)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from relaxlite import dtypes
-from relaxlite.driver import build, signature_of
+from relaxlite.driver import build
 from relaxlite.errors import ExecutionError, InvalidArgumentError, RelaxliteError
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.equality import structural_hash
@@ -46,6 +46,7 @@ from relaxlite.records import dataclass
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import ENTRY
 from relaxlite.runtime.replay import Recorder, Replay
+from relaxlite.signature import signature_of
 from relaxlite.target import Target
 
 MIN_SHARE = 0.01  # of a model's time; programs below are not tuned

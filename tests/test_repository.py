@@ -30,6 +30,8 @@ LAYERS: dict[str, set[str]] = {
     "garbage": set(),
     "records": set(),
     "config": {"errors", "records"},
+    "forms": set(),
+    "strings": {"errors"},
     "dtypes": {"errors"},
     "features": set(),
     "cpus": {"records"},
@@ -38,28 +40,31 @@ LAYERS: dict[str, set[str]] = {
     "nesting": {"errors", "dtypes", "records"},
     "models": {"errors", "config", "records"},
     "ir": BASE,
-    "runtime": {"errors", "config", "dtypes", "features", "garbage", "nesting", "records", "version"},
+    "runtime": {"errors", "config", "dtypes", "features", "garbage", "nesting", "records", "version"}
+    | {"forms", "strings"},
     "model_cache": {"errors", "config", "records", "version", "runtime"},
     "passes": BASE | {"ir"},
-    "frontend": BASE | {"ir", "garbage", "nesting"},
+    "frontend": BASE | {"ir", "garbage", "nesting", "forms", "strings"},
     "codegen": BASE | {"ir", "runtime"},
     "validation": BASE | {"ir", "passes", "codegen", "runtime"},
     "library": BASE | {"ir", "passes", "runtime"},
     "updatable": BASE | {"ir", "runtime"},
     "weights_update": BASE | {"ir", "runtime", "frontend", "nesting", "updatable"},
+    "signature": BASE | {"forms", "ir", "passes", "runtime"},
     "driver": BASE
-    | {"garbage", "ir", "passes", "codegen", "runtime", "updatable", "weights_update", "validation", "library"},
+    | {"garbage", "ir", "passes", "codegen", "runtime", "signature", "updatable", "weights_update", "validation"}
+    | {"library"},
     "torch": BASE | {"ir", "runtime", "frontend", "driver", "nesting"},
     "loading": BASE | {"ir", "model_cache", "runtime", "frontend", "driver", "passes"},
     "revalidate": BASE | {"ir", "passes", "driver", "validation"},
     "machine": BASE | {"ir", "runtime", "driver"},
-    "tuner": BASE | {"ir", "passes", "runtime", "driver"},
-    "llm": BASE | {"ir", "passes", "runtime", "frontend", "driver", "model_cache", "loading"},
+    "tuner": BASE | {"ir", "passes", "runtime", "driver", "signature"},
+    "llm": BASE | {"ir", "passes", "runtime", "frontend", "driver", "signature", "model_cache", "loading"},
     "explain": BASE | {"ir", "passes", "codegen", "runtime", "driver"},
     "__main__": {"cli"},
     "cli": BASE
     | {"ir", "passes", "codegen", "runtime", "frontend", "driver", "models", "machine", "tuner", "llm", "explain"}
-    | {"library", "model_cache", "loading", "validation"},
+    | {"library", "model_cache", "loading", "signature", "validation"},
 }
 # The rooms of passes/, lowest first: each imports those before it, and the files that stand above all rooms.
 ROOMS = ("loops", "schedule.primitives", "products", "schedule", "graph", "fuse", "memory")
@@ -88,6 +93,8 @@ LATE_IMPORTS = {
     "relaxlite/loading.py": {
         *("relaxlite.driver", "relaxlite.frontend.onnx", "relaxlite.frontend.torch", "relaxlite.model_cache"),
     },
+    "relaxlite/runtime/border.py": {"ml_dtypes"},  # 2 MB, for narrow types only
+    "relaxlite/runtime/host_operators.py": {"PIL"},  # optional, for models that decode pictures
     "relaxlite/runtime/jit.py": {"llvmlite.binding"},  # 67 MB, which running a saved model does without
     "relaxlite/runtime/module.py": {"relaxlite.runtime.profile"},  # with decimals and HTML, for profiles only
 }

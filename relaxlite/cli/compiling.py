@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from relaxlite.cli.inputs import make_inputs
 from relaxlite.cli.opening import is_checkpoint
-from relaxlite.driver import build, signature_of
+from relaxlite.driver import build
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
@@ -30,6 +30,7 @@ from relaxlite.passes.manager import Pass
 from relaxlite.passes.pipeline import PASSES, default_pipeline
 from relaxlite.passes.schedule.tuning import Tuning
 from relaxlite.runtime.executable import ENTRY, ExecutableData
+from relaxlite.signature import signature_of
 from relaxlite.target import Target
 from relaxlite.validation.samples import symbol_values
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from relaxlite.cli.compiling import import_model, make_context
 from relaxlite.cli.inputs import make_inputs
 from relaxlite.cli.opening import is_compiled
-from relaxlite.driver import signature_of
 from relaxlite.errors import ExecutionError, InvalidArgumentError, RelaxliteError
 from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
@@ -18,6 +17,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.schedule.tuning import Tuning
 from relaxlite.runtime import threadpool
 from relaxlite.runtime.executable import ENTRY
+from relaxlite.signature import signature_of
 from relaxlite.tuner import sample_shapes, tune
 
 

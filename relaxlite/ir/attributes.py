@@ -25,11 +25,13 @@ CALL_STRUCTURE: Final = "call_structure"
 COMPOSITE: Final = "composite"
 DONATED: Final = "donated"
 EXPORTED: Final = "exported"
+INPUT_FORMS: Final = "input_forms"
 INPUT_NAMES: Final = "input_names"
-NARROW_TYPES: Final = "narrow_types"
+OUTPUT_FORMS: Final = "output_forms"
 OUTPUT_NAMES: Final = "output_names"
 RELAXED_PRECISION: Final = "relaxed_precision"
 STATE: Final = "state"
+STRINGS: Final = "strings"
 
 # Of tensor programs
 CHECKED: Final = "checked"
@@ -99,11 +101,13 @@ ATTRIBUTES: tuple[Attribute, ...] = (
     Attribute(COMPOSITE, "function", _FLAG, "A group of calls that fusion will merge into one tensor program."),
     Attribute(DONATED, "function", _INTS, "Parameters whose memory the function takes over."),
     Attribute(EXPORTED, "function", _FLAG, 'Callers of the compiled model may run it, as they run "main".'),
+    Attribute(INPUT_FORMS, "function", _NAME_PAIRS, "(argument, how it stands in parameters: forms.py)."),
     Attribute(INPUT_NAMES, "function", _NAMES, "Names of the parameters, as callers know them."),
-    Attribute(NARROW_TYPES, "function", _NAME_PAIRS, "(input or output, the ONNX type whose bits it carries)."),
+    Attribute(OUTPUT_FORMS, "function", _NAME_PAIRS, "(result, how it stands in results: forms.py)."),
     Attribute(OUTPUT_NAMES, "function", _NAMES, "Names of the results, as callers know them."),
     Attribute(RELAXED_PRECISION, "function", _FLAG, "Its products may round more than those of other functions."),
     Attribute(STATE, "function", _NAMES, "Names of the last parameters, which the executable keeps between calls."),
+    Attribute(STRINGS, "function", _NAMES, "The text that it may give."),
     Attribute(CHECKED, "program", _FLAG, "Integer arithmetic is tested for overflow: it computes sizes."),
     Attribute(CONCATENATES, "program", _INTS, "The inputs that its output consists of, one after another."),
     Attribute(INHERITS_LAYOUT, "program", _FLAG, "It reads weights as other programs have them packed."),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from relaxlite.driver import signature_of
 from relaxlite.ir.expr import Function
 from relaxlite.ir.module import IRModule
 from relaxlite.llm.compiled_engine import cache_layout
@@ -13,6 +12,7 @@ from relaxlite.passes.graph.reachable import entry_points
 from relaxlite.records import dataclass
 from relaxlite.runtime.kv_cache import KVCache
 from relaxlite.runtime.state_slots import STATES_PER_SEQUENCE
+from relaxlite.signature import signature_of
 
 # Lengths of sequences, and numbers of new tokens: a first token; prompts; a reply, draft tokens and a prompt, with many
 # rows in total and a context of several pages

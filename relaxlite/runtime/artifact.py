@@ -351,6 +351,9 @@ def _entries_from_json(items: list[Any], code: bytes) -> dict[str, Entry]:
             tuple(fields["donated"]),
             str(fields.get("structure", "")),
             tuple(fields.get("state", ())),
+            tuple((str(name), str(form)) for name, form in fields.get("input_forms", ())),
+            tuple((str(name), str(form)) for name, form in fields.get("output_forms", ())),
+            tuple(map(str, fields.get("strings", ()))),
         )
         entries[str(name)] = Entry(signature, HostCode(host_code, heap_slots, reason))
     return entries
@@ -404,6 +407,7 @@ def _specs_from_json(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
             item["dtype"],
             tuple(item["shape"]),
             {symbol: (lower, upper, divisor) for symbol, (lower, upper, divisor) in item["bounds"].items()},
+            str(item.get("element", "")),
         )
         for item in items
     )

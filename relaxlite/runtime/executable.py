@@ -131,11 +131,12 @@ class TensorSpec:
     dtype: str
     shape: tuple[int | str, ...]
     bounds: Mapping[str, SymbolBounds] = field(default_factory=dict)  # of the symbols in `shape`
+    element: str = ""  # what a caller's elements are where the dtype only stores them: "int4", "string"
 
     def __str__(self) -> str:
         dims = ", ".join(str(dim) for dim in self.shape)
         facts = [text for symbol, bound in self.bounds.items() if (text := bound_text(symbol, bound))]
-        return f"{self.name}: {self.dtype}[{dims}]" + (f" where {', '.join(facts)}" if facts else "")
+        return f"{self.name}: {self.element or self.dtype}[{dims}]" + (f" where {', '.join(facts)}" if facts else "")
 
 
 def bound_text(symbol: str, bound: SymbolBounds) -> str:
@@ -165,6 +166,8 @@ class Signature:
 
     `donated`: names of inputs whose arrays a call overwrites. `structure`: nesting of arguments and results, text of a
     `CallStructure`; empty for arrays in a row. `state`: names of the last inputs, which the executable keeps.
+    `input_forms`, `output_forms`: (name, form) of each argument and result (forms.py); empty if all are plain tensors.
+    `strings`: the text that the model may give.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -172,6 +175,9 @@ class Signature:
     donated: tuple[str, ...] = ()
     structure: str = ""
     state: tuple[str, ...] = ()
+    input_forms: tuple[tuple[str, str], ...] = ()
+    output_forms: tuple[tuple[str, str], ...] = ()
+    strings: tuple[str, ...] = ()
 
     @property
     def bounds(self) -> dict[str, SymbolBounds]:

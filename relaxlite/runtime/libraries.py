@@ -26,6 +26,7 @@ from relaxlite import config, dtypes
 from relaxlite.errors import LibraryError
 from relaxlite.records import dataclass
 from relaxlite.runtime.executable import LibraryInfo
+from relaxlite.runtime.host_operators import host_routines
 from relaxlite.runtime.tensor import Tensor
 
 PYTHON, OPENBLAS = "python", "openblas"  # names of libraries that are not files
@@ -52,13 +53,13 @@ def unregister_function(name: str) -> None:
 
 
 def registered_functions() -> dict[str, Callable[..., None]]:
-    """Registered functions by name."""
-    return dict(_functions)
+    """Registered functions by name, the runtime's own among them."""
+    return {**host_routines(), **_functions}
 
 
 def registered_function(name: str) -> Callable[..., None] | None:
-    """The function registered under a name."""
-    return _functions.get(name)
+    """The function registered under a name, or one of the runtime's own."""
+    return _functions.get(name) or host_routines().get(name)
 
 
 def cell_name(library: str, symbol: str) -> str:

@@ -23,6 +23,7 @@ from relaxlite.errors import ExecutionError, InputError, InvalidArgumentError
 from relaxlite.garbage import with_gc_disabled
 from relaxlite.nesting import INITIAL_STATE, CallStructure, nest, to_array, to_tensor, torch_of
 from relaxlite.runtime import artifact, scratch, threadpool
+from relaxlite.runtime.border import Border
 from relaxlite.runtime.executable import ENTRY, ExecutableData, SymbolBounds, TensorSpec, bound_problem, disassemble
 from relaxlite.runtime.host import HostFailedError
 from relaxlite.runtime.state import State
@@ -86,6 +87,9 @@ class Executable:
         self._host = None if is_interpreted else self._vm.host_function(entry)
         self._names = tuple(spec.name for spec in self.inputs)
         self._output_names = tuple(spec.name for spec in self.outputs)
+        self._border = Border(signature) if signature.input_forms else None
+        if self._border is not None:
+            self._names, self._output_names = self._border.input_names, self._border.output_names
         self._plans = [_ArgumentCheck(spec) for spec in signature.inputs]
         all_names = [spec.name for spec in signature.inputs]
         self._donated = tuple(all_names.index(name) for name in signature.donated)
@@ -257,8 +261,15 @@ class Executable:
             raise InputError(f"missing argument{plural} {', '.join(map(repr, missing))}; {expected}")
         return tuple([arguments[name] for name in names])
 
-    def _call(self, values: tuple[Any, ...]) -> list[np.ndarray]:
+    def _call(self, values: tuple[Any, ...]) -> list[Any]:
         """Run the model on the arguments, and on its state."""
+        border = self._border
+        if border is None:
+            return self._call_with_state(values)
+        with border.call():
+            return border.results(self._call_with_state(border.arguments(values)))
+
+    def _call_with_state(self, values: tuple[Any, ...]) -> list[np.ndarray]:
         if self._state is None:
             return self._call_compiled(values)
         with self._state.lock:

@@ -14,12 +14,13 @@ from relaxlite.frontend.onnx import (  # noqa: F401  (each registers its convert
     convert_blocks,
     convert_casts,
     convert_contrib,
-    convert_control,
     convert_data_dependent,
     convert_elementwise,
     convert_grouped_attention,
+    convert_if,
     convert_indexing,
     convert_linalg,
+    convert_loops,
     convert_nn,
     convert_norm,
     convert_quantization,
@@ -30,6 +31,8 @@ from relaxlite.frontend.onnx import (  # noqa: F401  (each registers its convert
     convert_sequence,
     convert_shapes,
     convert_signal,
+    convert_text,
+    convert_training,
     convert_vision,
 )
 from relaxlite.frontend.onnx.importer import from_onnx

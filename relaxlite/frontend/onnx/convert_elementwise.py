@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from typing import Any
 
+import numpy as np
+
 from relaxlite import dtypes
+from relaxlite.frontend.common.random_values import uniform
 from relaxlite.frontend.common.unify import unify_broadcast
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
@@ -244,20 +248,20 @@ def dropout_1(n: Node) -> Result:
 
 @onnx_op("Dropout", since=12)
 def dropout(n: Node) -> Result:
-    n.ignore("seed")
-    if _is_training(n):
-        n.fail("Dropout in training mode draws random numbers, which is not supported; export the model for inference")
-    return n.input(0), _mask(n) if n.wants(1) else None
-
-
-def _is_training(n: Node) -> bool:
-    """Whether the node is in training mode with a ratio other than 0."""
-    if n.optional(2) is None:
-        return False
-    mode, ratio = n.const(2), n.const(1) if n.optional(1) is not None else None
-    if mode is None:
-        n.fail("training_mode (input 2) must be known when the model is compiled")
-    return bool(mode.reshape(-1)[0]) and (ratio is None or float(ratio.reshape(-1)[0]) != 0.0)
+    """Dropout; training_mode (input 2) may be known at run time only. Random numbers differ from other runtimes'."""
+    seed, mode = n.int("seed", None), n.const(2) if n.optional(2) is not None else np.False_
+    if mode is not None and not bool(np.reshape(mode, -1)[0]):
+        return n.input(0), _mask(n) if n.wants(1) else None
+    dtype = n.dtype() if n.dtype() == "float64" else "float32"
+    one = Constant.of(1.0, dtype)
+    ratio = n.emit(ops.cast(n.input(1), dtype=dtype)) if n.optional(1) is not None else Constant.of(0.5, dtype)
+    ratio = n.emit(ops.where(n.input(2), n.emit(ops.reshape(ratio, ())), Constant.of(0.0, dtype)))
+    key = Constant.of(zlib.crc32(str(n.label if seed is None else seed).encode()), "uint32")
+    noise = n.emit(ops.cast(uniform(n.emit, n.shape(), key), dtype=dtype))
+    mask = n.emit(ops.less_equal(ratio, noise), "mask")
+    scaled = n.emit(ops.divide(n.emit(ops.cast(n.input(0), dtype=dtype)), n.emit(ops.subtract(one, ratio))))
+    kept = n.emit(ops.where(mask, scaled, Constant.of(0.0, dtype)))
+    return n.emit(ops.cast(kept, dtype=n.dtype())), mask
 
 
 def _mask(n: Node) -> Expr:

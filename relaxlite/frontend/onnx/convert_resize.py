@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from relaxlite.frontend.onnx.convert_shapes import normalize_axis
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.runtime_resize import for_all_axes, resize_by_scales, resize_region, scaled_sizes
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.symbolic import SymExpr, as_int, smax, smin
@@ -34,20 +35,26 @@ def upsample_7(n: Node) -> Result:
 def resize_10(n: Node) -> Result:
     scales = n.const(1)
     if scales is None:
-        n.fail("scales (input 1) must be known when the model is compiled")
+        attrs = {"mode": _mode_before_11(n), "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+        return resize_by_scales(n, n.input(1), range(n.rank()), attrs)
     return _resize_before_11(n, tuple(float(s) for s in scales.reshape(-1)))
 
 
 def _resize_before_11(n: Node, scales: Sequence[float]) -> Result:
     """Resize before opset 11: asymmetric coordinates, rounded down."""
+    mode = _mode_before_11(n)
+    sizes = tuple(scaled_size(d, s) for d, s in zip(n.shape(), scales, strict=True))
+    return ops.resize(
+        n.input(0), sizes, mode=mode, scales=tuple(scales),
+        coordinate_transformation_mode="asymmetric", nearest_mode="floor",
+    )  # fmt: skip
+
+
+def _mode_before_11(n: Node) -> str:
     mode = n.text("mode", "nearest")
     if mode not in ("nearest", "linear", "bilinear"):
         n.fail(f"attribute 'mode' must be nearest or linear, not {mode!r}")
-    sizes = tuple(scaled_size(d, s) for d, s in zip(n.shape(), scales, strict=True))
-    return ops.resize(
-        n.input(0), sizes, mode="nearest" if mode == "nearest" else "linear", scales=tuple(scales),
-        coordinate_transformation_mode="asymmetric", nearest_mode="floor",
-    )  # fmt: skip
+    return "nearest" if mode == "nearest" else "linear"
 
 
 def scaled_size(dim: SymExpr, scale: float) -> SymExpr:
@@ -71,17 +78,36 @@ def resize(n: Node) -> Result:
         "extrapolation_value": n.float("extrapolation_value", 0.0),
         "antialias": n.flag("antialias"),
     }
+    if attrs["coordinate_transformation_mode"] == "tf_crop_and_resize" and n.const(1) is None:
+        return _resize_runtime_region(n, axes, attrs)
     region = _region(n, axes) if attrs["coordinate_transformation_mode"] == "tf_crop_and_resize" else None
     policy = n.text("keep_aspect_ratio_policy", "stretch")
     if _has_elements(n, 2):
+        if n.const(2) is None and n.resolver.ratios(n.input(2)) is None:
+            if region is not None:
+                n.fail("scales (input 2) must be known when the model is compiled where the region is")
+            return resize_by_scales(n, n.input(2), axes, attrs)
         sizes, scales = _sizes_by_scales(n, axes, region)
         return ops.resize(n.input(0), sizes, scales=scales, roi=region, **attrs)
-    policy = n.text("keep_aspect_ratio_policy", "stretch")
     sizes = _sizes_by_input(n, axes)
     if policy == "stretch":
         return ops.resize(n.input(0), sizes, roi=region, **attrs)
     sizes, scale = _keep_aspect(n, axes, tuple(sizes[a] for a in axes), policy)
     return ops.resize(n.input(0), sizes, scale, axes=axes, roi=region, **attrs)
+
+
+def _resize_runtime_region(n: Node, axes: tuple[int, ...], attrs: Mapping[str, Any]) -> Result:
+    """Resize a region that the model reads, of the size of the region times scales, or of given sizes."""
+    roi, rank, count = n.input(1), n.rank(), len(axes)
+    if n.text("keep_aspect_ratio_policy", "stretch") != "stretch":
+        n.fail("keep_aspect_ratio_policy needs a region that is known when the model is compiled")
+    if not _has_elements(n, 2):
+        return resize_region(n, roi, _sizes_by_input(n, axes), axes, attrs)
+    starts, ends = (
+        for_all_axes(n, n.emit(ops.slice(roi, (k,), (count,), axes=(0,))), axes, rank, float(k > 0)) for k in (0, count)
+    )
+    sizes = scaled_sizes(n, n.input(2), axes, n.emit(ops.subtract(ends, starts)))
+    return resize_region(n, roi, sizes, axes, attrs)
 
 
 def _has_elements(n: Node, index: int) -> bool:

@@ -9,11 +9,14 @@ import numpy as np
 from relaxlite import dtypes
 from relaxlite.frontend.common.slices import SliceRange, resolve_slice
 from relaxlite.frontend.common.unify import unify_dims
+from relaxlite.frontend.onnx.narrow_types import TEXT
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.runtime_slices import runtime_slice
+from relaxlite.frontend.onnx.runtime_values import axis_marks, for_every_axis
 from relaxlite.frontend.onnx.tensors import sparse_constant
 from relaxlite.ir import ops
-from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.expr import Constant, Expr, Var
 from relaxlite.ir.ops.broadcast import PROVER, broadcast_dim
 from relaxlite.ir.ops.shape import infer_dimension
 from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv, product, smax, sym
@@ -57,7 +60,11 @@ def constant(n: Node) -> Result:
             ]
             return Constant.of(np.asarray(read(attribute), dtypes.to_numpy(dtype)), name=name)
     if n.has("value_string") or n.has("value_strings"):
-        n.fail("the constant is text, which relaxlite does not have")
+        texts = (n.text("value_string"),) if n.has("value_string") else n.texts("value_strings")
+        codes = n.importer.reader.codes(texts)
+        text = Constant.of(codes.reshape(()) if n.has("value_string") else codes, name=name)
+        n.importer.narrow[text] = TEXT
+        return text
     n.fail("the constant has no value")
 
 
@@ -136,7 +143,27 @@ def squeeze_1(n: Node) -> Result:
 
 @onnx_op("Squeeze", since=13)
 def squeeze(n: Node) -> Result:
+    if n.optional(1) is not None and n.const(1) is None:
+        return _squeeze_runtime_axes(n)
     return _squeeze(n, n.const_ints(1, "axes") if n.optional(1) is not None else None)
+
+
+def _squeeze_runtime_axes(n: Node) -> Result:
+    """Squeeze axes that are known at run time only: the sizes of the others, in their order, are the new shape."""
+    rank, count = n.rank(), _number_of_axes(n)
+    stays = n.emit(ops.subtract(Constant.of(1, "int64"), axis_marks(n, n.input(1), rank)))
+    places = n.emit(ops.subtract(n.emit(ops.cumsum(stays, axis=0)), Constant.of(1, "int64")))  # in the new shape
+    sizes = n.emit(ops.multiply(stays, n.emit(ops.shape_of(n.input(0)))))
+    targets = Constant.of(np.arange(rank - count, dtype=np.int64)[:, None])
+    moved = n.emit(ops.where(n.emit(ops.equal(targets, places)), sizes, Constant.of(0, "int64")))
+    return ops.reshape(n.input(0), n.resolver.values(n.emit(ops.sum(moved, axes=(1,)), "size"), lower=0))
+
+
+def _number_of_axes(n: Node) -> int:
+    count = as_int(n.shape(1)[0]) if n.rank(1) else 1
+    if count is None:
+        n.fail("the number of axes (input 1) must be known when the model is compiled: the rank of the output needs it")
+    return count
 
 
 def _squeeze(n: Node, axes: tuple[int, ...] | None) -> Result:
@@ -176,7 +203,21 @@ def unsqueeze_1(n: Node) -> Result:
 
 @onnx_op("Unsqueeze", since=13)
 def unsqueeze(n: Node) -> Result:
+    if n.const(1) is None:
+        return _unsqueeze_runtime_axes(n)
     return ops.expand_dims(n.input(0), axes=n.const_ints(1, "axes"))
+
+
+def _unsqueeze_runtime_axes(n: Node) -> Result:
+    """Unsqueeze at axes that are known at run time only: 1 for each of the axes, between them the sizes in order."""
+    rank = n.rank() + _number_of_axes(n)
+    is_new = axis_marks(n, n.input(1), rank)
+    old = n.emit(ops.subtract(Constant.of(1, "int64"), is_new))
+    places = n.emit(ops.subtract(n.emit(ops.cumsum(old, axis=0)), Constant.of(1, "int64")))  # in the old shape
+    padded = n.emit(ops.shape_to_tensor((*n.shape(), sym(1))))
+    sizes = n.emit(ops.gather(padded, n.emit(ops.maximum(places, Constant.of(0, "int64"))), axis=0))
+    new_sizes = n.emit(ops.where(n.emit(ops.equal(is_new, Constant.of(1, "int64"))), Constant.of(1, "int64"), sizes))
+    return ops.reshape(n.input(0), n.resolver.values(new_sizes, lower=0))
 
 
 @onnx_op("Expand", since=8)
@@ -276,10 +317,23 @@ def slice_1(n: Node) -> Result:
 
 @onnx_op("Slice", since=10)
 def slice_10(n: Node) -> Result:
+    if _is_runtime(n, 3) or _is_runtime(n, 4) or _is_argument(n, 1) or _is_argument(n, 2):
+        return runtime_slice(n)
     starts, ends = n.shape_values(1), n.shape_values(2)
     axes = n.const_ints(3, "axes") if n.optional(3) is not None else tuple(range(len(starts)))
     steps = n.const_ints(4, "steps") if n.optional(4) is not None else (1,) * len(starts)
     return _slice(n, starts, ends, axes, steps)
+
+
+def _is_runtime(n: Node, index: int) -> bool:
+    """Whether an input is present and not known when the model is compiled."""
+    return n.optional(index) is not None and n.const(index) is None
+
+
+def _is_argument(n: Node, index: int) -> bool:
+    """Whether an input is an input of the model, about whose elements nothing is known."""
+    x = n.input(index)
+    return isinstance(x, Var) and n.bb.bound_value(x) is None and n.resolver.known(x) is None
 
 
 def _slice(n: Node, starts: Shape, ends: Shape, axes: tuple[int, ...], steps: tuple[int, ...]) -> Result:
@@ -309,8 +363,23 @@ def pad_1(n: Node) -> Result:
 
 @onnx_op("Pad", since=11)
 def pad(n: Node) -> Result:
+    if _is_runtime(n, 3):
+        return _pad_runtime_axes(n)
     axes = n.const_ints(3, "axes") if n.optional(3) is not None else None
     return _pad(n, n.shape_values(1), n.optional(2), axes)
+
+
+def _pad_runtime_axes(n: Node) -> Result:
+    """Pad at axes that are known at run time only: the other axes are padded by 0."""
+    count = _count_of_pads(n)
+    sides = [n.emit(ops.slice(n.input(1), (begin,), (count,), axes=(0,))) for begin in (0, count)]
+    amounts_of_sides = [for_every_axis(n, side, n.input(3), n.rank(), 0) for side in sides]
+    amounts = tuple(amount for side in amounts_of_sides for amount in n.resolver.values(side))
+    return _pad(n, amounts, n.optional(2), None)
+
+
+def _count_of_pads(n: Node) -> SymExpr:
+    return n.shape(1)[0] // 2
 
 
 def _pad(n: Node, amounts: Shape, value: Expr | None, axes: tuple[int, ...] | None) -> Result:

@@ -12,8 +12,10 @@ from relaxlite.frontend.onnx.convert_nn import kernel_of, per_axis, with_bias
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, onnx_op
 from relaxlite.ir import ops
-from relaxlite.ir.expr import Constant
-from relaxlite.ir.symbolic import sym
+from relaxlite.ir.expr import Constant, Expr
+from relaxlite.ir.symbolic import SymExpr, product, smax, sym
+
+Shape = tuple[SymExpr, ...]
 
 _SAMPLE_MODES = {"bilinear": "linear", "linear": "linear", "bicubic": "cubic", "cubic": "cubic", "nearest": "nearest"}
 
@@ -83,6 +85,8 @@ def deform_conv(n: Node) -> Result:
 @onnx_op("Col2Im", since=18)
 def col2im(n: Node) -> Result:
     """Col2Im: add up columns (n, c * block, positions) into images (n, c, image...)."""
+    if n.const(1) is None or n.const(2) is None:
+        return _col2im_runtime_shape(n)
     image, block = n.const_ints(1, "image_shape"), n.const_ints(2, "block_shape")
     count = len(image)
     strides, dilations = per_axis(n, "strides", count), per_axis(n, "dilations", count)
@@ -102,3 +106,38 @@ def col2im(n: Node) -> Result:
     summed = n.emit(ops.scatter_elements(zeros, indices, columns, axis=1, reduction="add"))
     padded_image = n.emit(ops.reshape(summed, (batch, depth, *padded)))
     return ops.slice(padded_image, pads[:count], image, axes=tuple(range(2, count + 2)))
+
+
+def _col2im_runtime_shape(n: Node) -> Result:
+    """Col2Im whose image or block has a shape that is known at run time only."""
+    image, block = n.shape_values(1, lower=0), n.shape_values(2, lower=1)
+    count = len(image)
+    strides, dilations = per_axis(n, "strides", count), per_axis(n, "dilations", count)
+    pads = n.ints("pads", None) or (0,) * (2 * count)
+    padded = tuple(image[k] + pads[k] + pads[count + k] for k in range(count))
+    windows = tuple((padded[k] - (block[k] - 1) * dilations[k] - 1) // strides[k] + 1 for k in range(count))
+    taps = n.emit(ops.expand_dims(_places(n, block, padded, dilations), axes=(1,)))
+    positions = n.emit(ops.add(taps, _places(n, windows, padded, strides)))
+    batch, depth = n.shape()[0], n.shape()[1] // product(block)
+    rows, total = batch * depth, product(block) * product(windows)
+    columns = n.emit(ops.reshape(n.input(0), (rows, total)))
+    indices = n.emit(ops.broadcast_to(n.emit(ops.reshape(positions, (1, total))), (rows, total)))
+    zeros = n.emit(ops.full((rows, product(padded)), Constant.of(0, n.dtype())))
+    summed = n.emit(ops.scatter_elements(zeros, indices, columns, axis=1, reduction="add"))
+    padded_image = n.emit(ops.reshape(summed, (batch, depth, *padded)))
+    return ops.slice(padded_image, pads[:count], image, axes=tuple(range(2, count + 2)))
+
+
+def _places(n: Node, sizes: Shape, padded: Shape, steps: tuple[int, ...]) -> Expr:
+    """Emit the positions, int64 (product(sizes),), of points that lie `steps` apart in a padded image."""
+    zero, one = Constant.of(0, "int64"), Constant.of(1, "int64")
+    numbers = n.emit(ops.arange(zero, one, (product(sizes),)))
+    total: Expr = zero
+    for k, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+        inner, row, extent = (
+            n.emit(ops.reshape(n.emit(ops.shape_to_tensor((smax(value, 1),))), ()))
+            for value in (product(sizes[k + 1 :]), product(padded[k + 1 :]) * step, size)
+        )
+        coordinate = n.emit(ops.floormod(n.emit(ops.truncdiv(numbers, inner)), extent))
+        total = n.emit(ops.add(total, n.emit(ops.multiply(coordinate, row))))
+    return total

@@ -11,10 +11,18 @@ from onnx import AttributeProto
 
 from relaxlite.errors import ImportModelError, RelaxliteError
 from relaxlite.frontend.common.control_flow import ControlFlowBuilder
+from relaxlite.frontend.onnx import border
 from relaxlite.frontend.onnx.assumptions import Assumptions
 from relaxlite.frontend.onnx.functions import Expansion, expand_model_function, expand_schema
 from relaxlite.frontend.onnx.loading import LoadedModel, load_model
-from relaxlite.frontend.onnx.narrow_types import CONVERSION_OPS, DATA_MOVEMENT_OPS, SHAPE_QUERY_OPS, NarrowType
+from relaxlite.frontend.onnx.narrow_types import (
+    CONTROL_FLOW_OPS,
+    CONVERSION_OPS,
+    DATA_MOVEMENT_OPS,
+    SHAPE_QUERY_OPS,
+    TEXT_OPS,
+    NarrowType,
+)
 from relaxlite.frontend.onnx.node import Node
 from relaxlite.frontend.onnx.registry import Result, canonical_domain, find_converter
 from relaxlite.frontend.onnx.shape_values import ShapeResolver
@@ -31,9 +39,9 @@ from relaxlite.frontend.onnx.validation import (
     topological_order,
 )
 from relaxlite.garbage import with_gc_disabled
-from relaxlite.ir.attributes import NARROW_TYPES
+from relaxlite.ir.attributes import STRINGS
 from relaxlite.ir.builder import BlockBuilder
-from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
+from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, GlobalVar, Tuple, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.types import TensorType
 
@@ -112,16 +120,23 @@ class ModelImporter:
         initialized = {t.name for t in graph.initializer} | {s.values.name for s in graph.sparse_initializer}
         inputs = [i for i in graph.input if i.name not in initialized]
         types = input_types(inputs, dynamic_shapes, table)
-        params = tuple(Var(bb.unique_name(i.name), ty) for i, ty in zip(inputs, types, strict=True))
         importer = GraphImporter(self, bb, ShapeResolver(bb, table), table)
+        values = [border.input_value(i, ty, bb, table, importer.narrow) for i, ty in zip(inputs, types, strict=True)]
         with bb.body() as scope:
-            importer.define_all({i.name: p for i, p in zip(inputs, params, strict=True)})
-            importer.mark_inputs(inputs)
-            outputs = importer.graph(graph)
+            importer.define_all({v.name: v.value for v in values})
+            values_of_outputs = importer.graph(graph)
+            results = [
+                border.output_value(o, x, bb, importer.narrow)
+                for o, x in zip(graph.output, values_of_outputs, strict=True)
+            ]
+            outputs = [bb.leaf(part) for v in results for part in v.parts]
             bb.result(outputs[0] if len(outputs) == 1 else Tuple(tuple(outputs)))
-        narrow_types = {name: importer.narrow.get(v) for name, v in _named_boundary(inputs, params, graph, outputs)}
-        main = Function(params, bb.finish(scope), _signature(inputs, graph, narrow_types))
-        return IRModule({"main": main}, self._metadata())
+        attrs = dict(border.signature(values, results))
+        if self.reader.strings:
+            attrs[STRINGS] = tuple(self.reader.strings)
+        params = tuple(part for v in values for part in v.parts if isinstance(part, Var))
+        main = Function(params, bb.finish(scope), Attrs(attrs))
+        return IRModule({"main": main, **dict(bb.module().items())}, self._metadata())
 
     def _metadata(self) -> Attrs:
         proto = self.proto
@@ -137,28 +152,11 @@ class ModelImporter:
         return Attrs(values)
 
 
-def _named_boundary(
-    inputs: Sequence[onnx.ValueInfoProto], params: Sequence[Expr], graph: onnx.GraphProto, outputs: Sequence[Expr]
-) -> list[tuple[str, Expr]]:
-    """Return (name, value) of every input and output of the graph."""
-    ins = [(i.name, p) for i, p in zip(inputs, params, strict=True)]
-    return ins + [(o.name, v) for o, v in zip(graph.output, outputs, strict=True)]
-
-
-def _signature(
-    inputs: Sequence[onnx.ValueInfoProto], graph: onnx.GraphProto, narrow_types: Mapping[str, NarrowType | None]
-) -> Attrs:
-    values: dict[str, AttrValue] = {
-        "input_names": tuple(i.name for i in inputs),
-        "output_names": tuple(o.name for o in graph.output),
-    }
-    entries = tuple((name, ty.name) for name, ty in narrow_types.items() if ty is not None)
-    return Attrs(values | ({NARROW_TYPES: entries} if entries else {}))
-
-
 def _has_declared_ranks(module: IRModule, graph: onnx.GraphProto) -> bool:
     result = module.functions()["main"].body.result
     fields = result.fields if isinstance(result, Tuple) else (result,)
+    if len(fields) != len(graph.output):  # sequences and optionals
+        return True
     for info, value in zip(graph.output, fields, strict=True):
         declared, ty = info.type.tensor_type, value.ty
         if declared.HasField("shape") and isinstance(ty, TensorType) and ty.rank != len(declared.shape.dim):
@@ -179,19 +177,13 @@ class GraphImporter:
         self._expansions = 0
         self._reported: ImportModelError | None = None
         self.flow = ControlFlowBuilder(bb, symbols.fresh, resolver.scope)
+        self.routines: dict[object, GlobalVar] = {}  # of operators that run on the host
         self.narrow: dict[Expr, NarrowType] = {}  # element types that the IR lacks
 
     # names
 
     def define_all(self, values: Mapping[str, Expr]) -> None:
         self._scopes[-1].update(values)
-
-    def mark_inputs(self, inputs: Sequence[onnx.ValueInfoProto]) -> None:
-        """Record the narrow types of the model's inputs in `self.narrow`."""
-        for info in inputs:
-            narrow, value = narrow_type(info.type.tensor_type.elem_type), self.lookup(info.name)
-            if narrow is not None and value is not None:
-                self.narrow[value] = narrow
 
     def lookup(self, name: str) -> Expr | None:
         """Return the value of a name, or None for an omitted optional input, whose name is empty."""
@@ -215,18 +207,15 @@ class GraphImporter:
 
     # graphs
 
-    def graph(self, graph: onnx.GraphProto, *, with_sequences: bool = False) -> list[Expr]:
-        """Convert a graph into the body under construction and return its outputs.
-
-        `with_sequences` permits outputs that are sequences; without it they raise ImportModelError.
-        """
+    def graph(self, graph: onnx.GraphProto) -> list[Expr]:
+        """Convert a graph into the body under construction and return its outputs, which may be sequences."""
         scope = self._scopes[-1]
         for tensor in graph.initializer:
             scope[tensor.name] = self.constant(tensor)
         for sparse in graph.sparse_initializer:
             scope[sparse.values.name] = sparse_constant(sparse, self.reader)
         self.nodes(graph.node)
-        return [self._output(o.name, with_sequences) for o in graph.output]
+        return [self._output(o.name) for o in graph.output]
 
     def constant(self, tensor: onnx.TensorProto) -> Constant:
         constant, narrow = self.reader.constant(tensor), narrow_type(tensor.data_type)
@@ -234,10 +223,10 @@ class GraphImporter:
             self.narrow[constant] = narrow
         return constant
 
-    def _output(self, name: str, with_sequences: bool) -> Expr:
+    def _output(self, name: str) -> Expr:
         value = self.lookup(name)
-        if value is None or (isinstance(value, Tuple) and not with_sequences):
-            raise ImportModelError(f"output '{name}' is a sequence; only tensors can leave a graph")
+        if value is None:
+            raise ImportModelError("an output of the graph has no name")
         return value
 
     def nodes(self, nodes: Sequence[onnx.NodeProto]) -> None:
@@ -313,7 +302,9 @@ class GraphImporter:
         if (
             function_key(proto) in self.model.functions
             or proto.op_type in CONVERSION_OPS
+            or proto.op_type in CONTROL_FLOW_OPS
             or proto.op_type in SHAPE_QUERY_OPS
+            or (narrow.is_text and (proto.op_type in TEXT_OPS or proto.domain == "ai.onnx.ml"))
         ):
             return None
         raise ImportModelError(f"{proto.op_type} of {narrow.name} is not supported: cast or dequantize it first")
@@ -332,8 +323,9 @@ class GraphImporter:
             # Sequences exist at import only, as tuples of leaves.
             leaf = value if isinstance(value, Tuple) else self.resolver.with_named_sizes(self.bb.leaf(value, name))
             self._scopes[-1][name] = leaf
-            if narrow is not None:
-                self.narrow[leaf] = narrow
+            own = self.narrow.get(value, narrow)
+            if own is not None:
+                self.narrow[leaf] = own
 
     # functions
 
@@ -361,11 +353,17 @@ class GraphImporter:
         self._expansions -= 1
         return outputs
 
+    @contextmanager
+    def opset_of_domain(self, domain: str, version: int) -> Iterator[None]:
+        """Convert nodes by another opset version of a domain."""
+        saved = self._opsets
+        self._opsets = {**saved, domain: version}
+        yield
+        self._opsets = saved
+
     # subgraphs
 
-    def subgraph(
-        self, graph: onnx.GraphProto, values: Sequence[Expr], label: str, *, with_sequences: bool = False
-    ) -> list[Expr]:
+    def subgraph(self, graph: onnx.GraphProto, values: Sequence[Expr], label: str) -> list[Expr]:
         """Convert a subgraph into the body under construction, with `values` as its inputs."""
         if len(values) != len(graph.input):
             raise ImportModelError(
@@ -375,10 +373,8 @@ class GraphImporter:
         self._path = (*self._path, label)
         outer_loc = self.bb.loc
         with self.scope({i.name: v for i, v in zip(graph.input, values, strict=True)}):
-            outputs = self.graph(graph, with_sequences=with_sequences)
+            outputs = self.graph(graph)
         self._path, self.bb.loc = saved, outer_loc
-        for narrow in (self.narrow[x] for x in outputs if x in self.narrow):
-            raise ImportModelError(f"a tensor of {narrow.name} cannot leave a branch or loop: cast it first")
         return outputs
 
 

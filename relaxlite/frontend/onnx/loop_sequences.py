@@ -7,13 +7,6 @@ from collections.abc import Collection
 from onnx import GraphProto
 
 from relaxlite.frontend.onnx.validation import names_read_by
-from relaxlite.ir.expr import Tuple
-from relaxlite.records import dataclass
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StackedSequence(Tuple):
-    """A sequence stored as one tensor: its elements are the slices along the first axis. Its length is symbolic."""
 
 
 def is_append_only(body: GraphProto, k: int) -> bool:

@@ -15,7 +15,7 @@ import onnx
 
 from relaxlite.errors import ImportModelError, InvalidArgumentError
 from relaxlite.frontend.common.bounds import Bounds, listed, parse_range
-from relaxlite.frontend.onnx.tensors import element_type
+from relaxlite.frontend.onnx.tensors import element_type, tensor_type_of
 from relaxlite.ir.symbolic import SymExpr, SymVar, floordiv, smax, smin, sym
 from relaxlite.ir.types import TensorType
 
@@ -91,17 +91,19 @@ def _dimension(name: str, axis: int, dim: Dim, simple: set[str], table: SymbolTa
 
 
 def _dtype(info: onnx.ValueInfoProto) -> str:
-    return element_type(info.type.tensor_type.elem_type, f"input '{info.name}'")
+    return element_type(tensor_type_of(info).elem_type, f"input '{info.name}'")
 
 
 def declared_dims(info: onnx.ValueInfoProto) -> list[Dim] | None:
-    """Return the declared dimensions, or None if the rank is not declared. ImportModelError for no tensor."""
-    kind = info.type.WhichOneof("value")
-    if kind != "tensor_type":
-        raise ImportModelError(f"input '{info.name}' is a {kind or 'value without a type'}, not a tensor")
-    if not info.type.tensor_type.HasField("shape"):
+    """Return the declared dimensions, or None if the rank is not declared. ImportModelError for no tensor.
+
+    Of a sequence or optional, those of its elements, without their names: elements differ in size.
+    """
+    tensor, kind = tensor_type_of(info), info.type.WhichOneof("value")
+    if not tensor.HasField("shape"):
         return None
-    return [_declared_dim(d) for d in info.type.tensor_type.shape.dim]
+    dims = [_declared_dim(d) for d in tensor.shape.dim]
+    return dims if kind == "tensor_type" else [d if isinstance(d, int) else None for d in dims]
 
 
 def _declared_dim(dim: onnx.TensorShapeProto.Dimension) -> Dim:

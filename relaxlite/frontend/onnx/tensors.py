@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from relaxlite import dtypes
+from relaxlite import dtypes, strings
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.onnx.large_tensors import tensor_file_range
 from relaxlite.frontend.onnx.narrow_types import NARROW_TYPES, NarrowType
@@ -60,6 +60,17 @@ def element_type(elem_type: int, what: str) -> str:
     return dtype
 
 
+def tensor_type_of(info: onnx.ValueInfoProto) -> onnx.TypeProto.Tensor:
+    """Return the type of a tensor, or of the elements of a sequence or optional. ImportModelError for other values."""
+    ty = info.type
+    while ty.WhichOneof("value") in ("sequence_type", "optional_type"):
+        ty = ty.sequence_type.elem_type if ty.HasField("sequence_type") else ty.optional_type.elem_type
+    kind = ty.WhichOneof("value")
+    if kind != "tensor_type":
+        raise ImportModelError(f"input '{info.name}' is a {kind or 'value without a type'}, not a tensor")
+    return ty.tensor_type
+
+
 class TensorReader:
     """Reads a model's tensors as constants.
 
@@ -69,6 +80,7 @@ class TensorReader:
     def __init__(self, model_path: Path | None, content: mmap.mmap | None = None) -> None:
         self._model_path, self._content = model_path, content
         self._block, self._taken = np.empty(0 if content is None else len(content), np.uint8), 0
+        self.strings: dict[str, None] = {}  # text in the tensors that were read
         self.external: dict[str, None] = {}  # names, in the model, of the external data files that were read
 
     def constant(self, tensor: TensorProto, name: str | None = None) -> Constant:
@@ -92,11 +104,25 @@ class TensorReader:
             if narrow is not None:
                 return self._external_narrow(tensor, narrow, what)
             return self._external(tensor, dtype, shape, what)
+        if narrow is not None and narrow.is_text:
+            return self._codes(tensor, shape, what)
         if narrow is not None:
             return _decoded(tensor, narrow.dtype, shape, what, narrow)
         if not tensor.HasField("raw_data"):
             return _decoded(tensor, dtype, shape, what)
         return _from_bytes(tensor.raw_data, dtype, shape, what)
+
+    def _codes(self, tensor: TensorProto, shape: tuple[int, ...], what: str) -> Any:
+        """Return the codes of a tensor of text, whose strings the model keeps."""
+        if len(tensor.string_data) != math.prod(shape):
+            raise ImportModelError(f"{what} of shape {shape} holds {len(tensor.string_data)} strings")
+        texts = [s.decode("utf-8", "replace") for s in tensor.string_data]
+        return self.codes(texts).reshape(shape)
+
+    def codes(self, texts: Sequence[str]) -> Any:
+        """Return the codes, int64 (n,), of strings that the model is to keep."""
+        self.strings.update(dict.fromkeys(texts))
+        return strings.encode(np.array([*texts], dtype=object))[0]
 
     def _copy_large(self, file_range: tuple[int, int], dtype: np.dtype, shape: tuple[int, ...], what: str) -> Any:
         """Copy a range of the mapped file, which may be rewritten while the model is in use.

@@ -73,4 +73,4 @@ def _iteration(n: Node, graph: GraphProto, step: int, values: Sequence[Expr]) ->
     """Convert one iteration and return the body's outputs: condition, next values, values to stack."""
     is_vector = len(graph.input[0].type.tensor_type.shape.dim) == 1  # as torch.tensor_split is exported
     number = Constant.of(np.full((1,) if is_vector else (), step, np.int64))
-    return n.importer.subgraph(graph, [number, _TRUE, *values], n.label, with_sequences=True)
+    return n.importer.subgraph(graph, [number, _TRUE, *values], n.label)

@@ -1,19 +1,34 @@
-"""Converters of control flow: If, Loop and Scan."""
+"""Converters of loops: Loop and Scan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from onnx import GraphProto
+from onnx import GraphProto, ValueInfoProto, helper
 
-from relaxlite.frontend.common.control_flow import Outputs, RankConflict
+from relaxlite.forms import part_names
+from relaxlite.frontend.common.control_flow import Outputs
 from relaxlite.frontend.common.unify import unify_dims
+from relaxlite.frontend.onnx.border import as_optional, declared_element
+from relaxlite.frontend.onnx.convert_if import mark, scalar
 from relaxlite.frontend.onnx.convert_shapes import move_first_axis, normalize_axis
-from relaxlite.frontend.onnx.loop_sequences import StackedSequence, is_append_only, with_appended_outputs
+from relaxlite.frontend.onnx.loop_sequences import is_append_only, with_appended_outputs
+from relaxlite.frontend.onnx.narrow_types import NarrowType
 from relaxlite.frontend.onnx.node import Node
+from relaxlite.frontend.onnx.ragged import appended
 from relaxlite.frontend.onnx.registry import Result, onnx_op
+from relaxlite.frontend.onnx.sequences import (
+    RaggedSequence,
+    RuntimeOptional,
+    StackedSequence,
+    leaves,
+    rank_of,
+    rebuilt,
+    row_of,
+    to_ragged,
+)
 from relaxlite.frontend.onnx.unrolled import unroll_loop
 from relaxlite.frontend.onnx.validation import names_read
 from relaxlite.ir import ops
@@ -28,40 +43,6 @@ TRUE = Constant.of(np.array(True))
 ZERO = Constant.of(np.int64(0))
 ONE = Constant.of(np.int64(1))
 _MIN_UNLIMITED = 1 << 31  # larger trip counts are no limit
-
-
-@onnx_op("If")
-def if_op(n: Node) -> Result:
-    """If; a condition that is known at compile time selects its branch at import."""
-    branches = [n.graph("then_branch"), n.graph("else_branch")]
-    for graph in branches:
-        if len(graph.output) < n.num_outputs:
-            n.fail(f"branch '{graph.name}' has {len(graph.output)} outputs, but the node has {n.num_outputs}")
-    known = n.const(0)
-    if known is not None:
-        chosen = branches[0] if bool(known.reshape(-1)[0]) else branches[1]
-        return tuple(n.importer.subgraph(chosen, [], n.label))
-    names = [name or f"{n.op_type}_{k}" for k, name in enumerate(n.proto.output)]
-    bodies = [lambda g=graph: n.importer.subgraph(g, [], n.label)[: n.num_outputs] for graph in branches]
-    cond = _scalar(n, n.input(0))
-    try:
-        return tuple(n.importer.flow.branch(cond, bodies, names))
-    except RankConflict as conflict:
-        return tuple(_assumed_branch(n, cond, bodies, str(conflict)))
-
-
-def _assumed_branch(n: Node, cond: Expr, bodies: Sequence[Callable[[], list[Expr]]], why: str) -> list[Expr]:
-    """Convert one branch in place of an If whose outputs differ in rank, with a run-time check of the condition."""
-    takes_then = n.importer.model.assumptions.assume(n.bb.loc or n.label, f"the condition, for {why}")
-    assumed = str(takes_then).lower()
-    n.check_assumption(
-        cond, takes_then, f"its condition is {str(not takes_then).lower()}, but taken to be {assumed}: {why}"
-    )
-    return bodies[0 if takes_then else 1]()
-
-
-def _scalar(n: Node, x: Expr) -> Expr:
-    return x if not n.shape_of(x) else n.emit(ops.reshape(x, ()))
 
 
 class _Collector(Protocol):
@@ -145,6 +126,29 @@ class _StackedValues:
         return n.emit(ops.reshape(carried[0], (*n.resolver.values(count, lower=0), *sizes)), self.name)
 
 
+@dataclass
+class _RaggedValues:
+    """Collects the elements of a sequence, whose sizes are known only in the body."""
+
+    name: str
+    dtype: str
+    rank: int
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return part_names(self.name, "sequence()")
+
+    def inits(self, n: Node) -> list[Expr]:
+        zeros = n.emit(ops.full((sym(0),), Constant.of(0, self.dtype)))
+        return [zeros, n.emit(ops.full((sym(0), sym(self.rank)), ZERO))]
+
+    def step(self, n: Node, carried: Sequence[Expr], value: Expr) -> list[Expr]:
+        return [n.emit(ops.concat(old, row, axis=0)) for old, row in zip(carried, row_of(n.bb, value), strict=True)]
+
+    def result(self, n: Node, carried: Sequence[Expr], count: Expr) -> Expr:
+        return RaggedSequence(tuple(carried))
+
+
 def _stacks(n: Node, values: Sequence[Expr], names: Sequence[str], marker: int) -> list[_StackedValues]:
     stacks = []
     for value, name in zip(values, names, strict=True):
@@ -182,7 +186,7 @@ def loop_op(n: Node) -> Result:
     body = _LoopBody(n)
     limit = _trip_limit(n)
     collectors = body.collectors()
-    carried = len(body.carried)
+    carried = len(body.carried_leaves())
 
     def make(params: Sequence[Var]) -> Outputs:
         cond, outputs, outputs_to_collect = body.convert(params[0], params[1 : carried + 1])
@@ -190,22 +194,36 @@ def loop_op(n: Node) -> Result:
         collector_values = _collect(n, collectors, params[carried + 1 :], outputs_to_collect)
         return _loop_condition(n, cond, next_step, limit), [next_step, *outputs, *collector_values]
 
-    cond = TRUE if n.optional(1) is None else _scalar(n, n.input(1))
-    labels = ["iteration", *(body.names[k] for k in body.carried), *(label for c in collectors for label in c.labels)]
-    values = [ZERO, *(body.inits[k] for k in body.carried), *(x for c in collectors for x in c.inits(n))]
+    cond = TRUE if n.optional(1) is None else scalar(n, n.input(1))
+    labels = ["iteration", *body.carried_labels(), *(label for c in collectors for label in c.labels)]
+    values = [ZERO, *body.carried_leaves(), *(x for c in collectors for x in c.inits(n))]
     count, *final = n.importer.flow.loop(_loop_condition(n, cond, ZERO, limit), values, labels, make)
     gathered = _collected(n, collectors, final[carried:], count)
     results = list(body.inits)
-    for k, value in zip(body.carried + body.last + body.lists, final[:carried] + gathered, strict=False):
-        results[k] = StackedSequence((value,)) if k in body.lists else value
-    return (*results, *gathered[len(body.last + body.lists) :])
+    for k, value in zip(body.carried, body.rebuilt(final[:carried]), strict=True):
+        results[k] = value
+    for k, value in zip(body.last + body.lists, gathered, strict=False):
+        results[k] = _as_list(n, body.inits[k], value) if k in body.lists else value
+    results += gathered[len(body.last + body.lists) :]
+    for k, value in enumerate(results):
+        mark(n, value, body.marks[k])
+    return tuple(results)
+
+
+def _as_list(n: Node, init: Expr, collected: Expr) -> Expr:
+    """Return a sequence with what the loop appended to it."""
+    added = collected if isinstance(collected, Tuple) else StackedSequence((collected,))
+    if isinstance(init, Tuple) and type(init) is Tuple and not init.fields:
+        return added
+    more = to_ragged(n.bb, added)
+    return appended(n, to_ragged(n.bb, init, (n.type_of(more.elements).dtype, rank_of(more))), more)
 
 
 class _LoopBody:
     """The body of an ONNX Loop, with its values classified by use.
 
     `carried`: values that change and are read. `last`: values that change and are never read. `lists`: sequences that
-    are only appended to. Other values are loop-invariant.
+    are only appended to. Other values are loop-invariant. `marks`: the narrow type of each output, or None.
     """
 
     def __init__(self, n: Node) -> None:
@@ -224,16 +242,38 @@ class _LoopBody:
         self.carried = [k for k in changing if self.names[k] in read and k not in self.lists]
         self.last = [k for k in changing if self.names[k] not in read]
         self.graph = with_appended_outputs(graph, self.lists)
+        self.marks: list[NarrowType | None] = []
 
     def _is_list(self, graph: GraphProto, k: int) -> bool:
-        """Whether value k is a sequence that is only appended to. ImportModelError for other changing sequences."""
+        """Whether value k is a sequence that is only appended to."""
         init = self.inits[k]
-        if isinstance(init, Tuple) and (init.fields or not is_append_only(graph, k)):
-            self.n.fail(
-                f"sequence '{self.names[k]}' changes in the loop: this is supported only where it is empty at first "
-                "and each iteration just appends a tensor; concatenate a tensor instead"
-            )
-        return isinstance(init, Tuple)
+        return isinstance(init, Tuple) and not isinstance(init, RuntimeOptional) and is_append_only(graph, k)
+
+    def _carried_value(self, k: int, value: Expr) -> Expr:
+        """Return a carried value as it stands in tensors: one of the kind of the initial value."""
+        init = self.inits[k]
+        if isinstance(init, RuntimeOptional):
+            return as_optional(self.n.bb, value, self.graph.input[k + 2].type.optional_type.elem_type)
+        if not isinstance(init, Tuple):
+            return value
+        return to_ragged(self.n.bb, value, declared_element(self.graph.input[k + 2].type))
+
+    def carried_leaves(self) -> list[Expr]:
+        """Return the tensors that the initial carried values stand in."""
+        return [leaf for k in self.carried for leaf in leaves(self._carried_value(k, self.inits[k]))]
+
+    def carried_labels(self) -> list[str]:
+        counts = [len(leaves(self._carried_value(k, self.inits[k]))) for k in self.carried]
+        return [self.names[k] for k, count in zip(self.carried, counts, strict=True) for _ in range(count)]
+
+    def rebuilt(self, parts: Sequence[Expr]) -> list[Expr]:
+        """Return carried values from the tensors that they stand in."""
+        rest, values = list(parts), list[Expr]()
+        for k in self.carried:
+            template = self._carried_value(k, self.inits[k])
+            values.append(rebuilt(template, [rest.pop(0) for _ in leaves(template)]))
+            mark(self.n, values[-1], self.n.importer.narrow.get(self.inits[k]))
+        return values
 
     def _initial_value(self, index: int) -> Expr:
         init = self.n.optional(index)
@@ -244,11 +284,16 @@ class _LoopBody:
     def convert(self, step: Expr, carried: Sequence[Expr]) -> tuple[Expr, list[Expr], list[Expr]]:
         """Convert one iteration; return (next condition, next carried values, outputs to collect)."""
         values = list(self.inits)
-        for k, value in zip(self.carried, carried, strict=True):
+        for k, value in zip(self.carried, self.rebuilt(carried), strict=True):
             values[k] = value
         cond, *outputs = self.n.importer.subgraph(self.graph, [step, TRUE, *values], self.n.label)
+        self.marks = [self.n.importer.narrow.get(x) for x in outputs]
         collected = [outputs[k] for k in self.last + self.lists] + outputs[len(values) :]
-        return _scalar(self.n, cond), [outputs[k] for k in self.carried], collected
+        return scalar(self.n, cond), self._next(outputs), collected
+
+    def _next(self, outputs: Sequence[Expr]) -> list[Expr]:
+        """Return the tensors that the next carried values stand in."""
+        return [leaf for k in self.carried for leaf in leaves(self._carried_value(k, outputs[k]))]
 
     def collectors(self) -> list[_Collector]:
         """Return collectors for the outputs to collect, whose types are learned from a loop that is discarded."""
@@ -265,15 +310,12 @@ class _LoopBody:
             return cond, [params[0], *outputs]
 
         with n.bb.body(), n.resolver.scope():
-            labels = ["iteration", *(self.names[k] for k in self.carried)]
-            n.importer.flow.loop(TRUE, [ZERO, *(self.inits[k] for k in self.carried)], labels, make)
+            n.importer.flow.loop(TRUE, [ZERO, *self.carried_leaves()], ["iteration", *self.carried_labels()], make)
         count = len(self.last)
         lasts = [self._last(k, x, marker) for k, x in zip(self.last, outputs_to_collect, strict=False)]
         stacks = _stacks(n, outputs_to_collect[count:], stacked, marker)
-        for stack in stacks[: len(self.lists)]:
-            if stack.is_flat:
-                n.fail(f"what the loop appends to sequence '{stack.name}' has sizes that only the loop knows")
-        return [*lasts, *stacks]
+        sequences = [_RaggedValues(x.name, x.dtype, len(x.dims)) if x.is_flat else x for x in stacks[: len(self.lists)]]
+        return [*lasts, *sequences, *stacks[len(self.lists) :]]
 
     def _last(self, k: int, value: Expr, marker: int) -> _LastValue:
         dims = tuple(sym(0) if any(v.serial > marker for v in d.free_vars()) else d for d in self.n.shape_of(value))
@@ -286,7 +328,7 @@ def _trip_limit(n: Node) -> Expr | None:
     known = n.const(0)
     if known is not None and int(known.reshape(-1)[0]) >= _MIN_UNLIMITED:
         return None
-    limit = _scalar(n, n.input(0))
+    limit = scalar(n, n.input(0))
     return limit if n.type_of(limit).dtype == "int64" else n.emit(ops.cast(limit, dtype="int64"))
 
 
@@ -298,6 +340,28 @@ def _loop_condition(n: Node, cond: Expr, step: Expr, limit: Expr | None) -> Expr
     if isinstance(cond, Constant):
         return is_below if bool(cond.value) else cond
     return n.emit(ops.logical_and(cond, is_below))
+
+
+@onnx_op("Scan")
+def scan_8(n: Node) -> Result:
+    """Scan of opset 8: a batch of scans, all along axis 1, as a Scan of opset 9 over the batch."""
+    if n.optional(0) is not None:
+        n.fail("lengths of the sequences (input 0) are not supported: scan each sequence alone")
+    graph, scanned = n.graph("body"), n.int("num_scan_inputs")
+    inner = helper.make_node("Scan", [], [], body=graph, num_scan_inputs=scanned)
+    directions = n.ints("directions", None)
+    if directions:
+        inner.attribute.append(helper.make_attribute("scan_input_directions", directions))
+    names, results = [f"{i.name}_row" for i in graph.input], [f"{o.name}_row" for o in graph.output]
+    inner.input.extend(names)
+    inner.output.extend(results)
+    row = GraphProto(name=f"{graph.name}_row", node=[inner])
+    row.input.extend(ValueInfoProto(name=name) for name in names)
+    row.output.extend(ValueInfoProto(name=name) for name in results)
+    outer = helper.make_node("Scan", n.proto.input[1:], n.proto.output, body=row, num_scan_inputs=len(names))
+    attributes = {attribute.name: attribute for attribute in outer.attribute}
+    with n.importer.opset_of_domain("", 9):
+        return scan_op(Node(outer, n.label, n.inputs[1:], attributes, 9, n.importer))
 
 
 @onnx_op("Scan", since=9)
