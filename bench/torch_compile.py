@@ -3,7 +3,8 @@
     python -m bench.torch_compile [--threads 2] [--rounds 5] [MODEL ...]
 
 For each model: medians of a call in milliseconds over several shapes, taken in turn in one process, the largest
-difference from eager, the number of compilations; last, the geometric mean of Inductor's time over relaxlite's.
+difference from eager, the number of compilations; last, the geometric mean of Inductor's time over relaxlite's, and
+the time of a call of a model of one small kernel.
 Needs torch, torchvision, transformers; Inductor needs a C++ compiler.
 """
 
@@ -103,6 +104,19 @@ def measure(name: str, rounds: int) -> list[float]:
     return ratios
 
 
+def measure_overhead(calls: int = 2000) -> None:
+    """Print the median time of a call of one small kernel, where the call is nearly all of the time."""
+    torch._dynamo.reset()
+    model, x = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()).eval(), torch.randn(4, 8)
+    for way, options in {"relaxlite": {"backend": "relaxlite"}, "inductor": {}}.items():
+        run, times = torch.compile(model, dynamic=True, **options), []
+        for _ in range(calls):
+            start = time.perf_counter()
+            run(x)
+            times.append((time.perf_counter() - start) * 1e6)
+        print(f"one kernel {way:10} {statistics.median(times):6.1f} us a call")
+
+
 def main() -> None:
     """Measure the models that the command line names, by default all."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -116,6 +130,7 @@ def main() -> None:
     with torch.no_grad():
         for name in options.models or MODELS:
             ratios += measure(name, options.rounds)
+        measure_overhead()
     print(f"geometric mean of inductor / relaxlite: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}")
 
 

@@ -117,6 +117,10 @@ def compile(
     for an illegal module, PassError and CodegenError with the pass or program that failed, LibraryError for a requested
     library that is missing, and ValidationError with the pass that changes the results.
     """
+    if updatable:
+        if passes is not None or context is not None:
+            raise InvalidArgumentError("updatable=True: passes and a context of the caller cannot be stored")
+        tuning = Tuning.of(tuning) or Tuning()
     data = build(
         module,
         target,
@@ -129,11 +133,19 @@ def compile(
         libraries=libraries,
     )
     if updatable:
-        if passes is not None or context is not None:
-            raise InvalidArgumentError("updatable=True: passes and a context of the caller cannot be stored")
         options = {"target": target, "precision": precision, "constant_memory": constant_memory, "libraries": libraries}
-        data = attach_source(data, module, options)
-    return Executable(data, threads=threads)
+        assert isinstance(tuning, Tuning)
+        data = attach_source(data, module, {**options, "tuning": tuning.to_json()})
+    return Executable(data, threads=threads, update=with_weights)
+
+
+def with_weights(data: ExecutableData, weights: Any) -> ExecutableData:
+    """Compile an updatable model with other weights and the same options; raises as `module_with_weights` does."""
+    from relaxlite.weights_update import module_with_weights
+
+    module, options = module_with_weights(data, weights)
+    options["tuning"] = Tuning.of_json(options["tuning"])
+    return replace(build(module, **options), attachments=data.attachments)
 
 
 @with_gc_disabled
@@ -161,10 +173,8 @@ def build(
         context.precision = precision
     if constant_memory is not None:
         context.constant_memory = constant_memory
-    if tuning is not None:
-        context.tuning = tuning if isinstance(tuning, Tuning) else Tuning.load(tuning)
-    elif context.tuning is None:
-        context.tuning = Tuning.of_knob()
+    if tuning is not None or context.tuning is None:
+        context.tuning = Tuning.of(tuning)
     if libraries is not None or context.libraries is None:
         context.libraries = rules_for(libraries, machine)
     verify(module, "graph")

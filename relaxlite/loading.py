@@ -64,10 +64,16 @@ def load(
     if not _is_onnx(source) and not is_torch_program(source):
         if options:
             raise InvalidArgumentError(f"{', '.join(options)}: of a model that is compiled, and '{path}' is already")
-        return load_compiled(source, threads=threads, verify=verify)
+        return load_compiled(source, threads=threads, verify=verify, update=_with_weights)
     if threads is not None:
         threadpool.set_num_threads(threads)  # before a compilation, which may take long
-    return Executable(_compiled_data(source, options, verify=verify))
+    return Executable(_compiled_data(source, options, verify=verify), update=_with_weights)
+
+
+def _with_weights(data: ExecutableData, weights: Any) -> ExecutableData:
+    from relaxlite.driver import with_weights
+
+    return with_weights(data, weights)
 
 
 def path_text(path: str | os.PathLike[str]) -> str:

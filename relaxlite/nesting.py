@@ -233,8 +233,14 @@ def torch_of(values: Sequence[Any]) -> Any:
 
 
 def to_array(tensor: Any) -> np.ndarray:
-    """Return a tensor of PyTorch as an array that shares its memory."""
-    tensor = tensor.detach()
+    """Return a tensor of PyTorch as an array that shares its memory. InputError for a tensor on another device."""
+    try:
+        return tensor.numpy()
+    except (TypeError, RuntimeError):  # it requires gradients, or NumPy has no such type or layout
+        return _to_array(tensor.detach())
+
+
+def _to_array(tensor: Any) -> np.ndarray:
     if tensor.device.type != "cpu":
         raise InputError(f"the tensor is on device {tensor.device}; copy it to the CPU first, with .cpu()")
     if tensor.dtype is sys.modules["torch"].bfloat16:
@@ -246,7 +252,7 @@ def to_array(tensor: Any) -> np.ndarray:
 
 def to_tensor(torch: Any, array: np.ndarray) -> Any:
     """Return an array as a tensor of PyTorch that shares its memory."""
-    if array.dtype.kind == "V" or array.dtype.name == "bfloat16":
+    if array.dtype.kind == "V":  # bfloat16
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from relaxlite import dtypes
-from relaxlite.driver import build
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.frontend.llm.hf_folder import DTYPES, read_safetensors
 from relaxlite.ir import ops  # noqa: F401  (registers the ops)
@@ -40,18 +39,19 @@ _ROW = re.compile(r'^    constant\(\(([\d, ]*)\), "(\w+)"(.*)\),$', re.MULTILINE
 Weights: TypeAlias = "Mapping[str, Any] | str | os.PathLike[str]"
 
 
-def with_weights(data: ExecutableData, weights: Weights) -> ExecutableData:
-    """Return the executable with other weights: arrays or tensors by name, or a safetensors file.
+def module_with_weights(data: ExecutableData, weights: Weights) -> tuple[IRModule, dict[str, Any]]:
+    """Return the imported module of an executable with other weights, and the options that it was compiled with.
 
-    Raises InvalidArgumentError with the names of weights that are missing, unknown or of another shape or dtype, and
-    for a model that was not compiled with `updatable=True`; ImportModelError for a damaged file.
+    weights: arrays or tensors by name, or a safetensors file. Raises InvalidArgumentError with the names of weights
+    that are missing, unknown or of another shape or dtype, and for a model that was not compiled with `updatable=True`;
+    ImportModelError for a damaged file.
     """
     if SOURCE not in data.attachments:
         raise InvalidArgumentError("the model holds no source to load weights into; compile it with updatable=True")
     module = _module(data)
     arrays = _fitting(_arrays(weights), module)
     updated = module.updated({name: _Replace(arrays).function(f) for name, f in module.functions().items()})
-    return replace(build(updated, **json.loads(data.attachments[OPTIONS])), attachments=data.attachments)
+    return updated, json.loads(data.attachments[OPTIONS])
 
 
 def _module(data: ExecutableData) -> IRModule:

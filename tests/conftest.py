@@ -63,7 +63,7 @@ SLOW_FAILURE_SECONDS = 20.0
 @pytest.fixture
 def in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """`precision="bf16"` rounds to bfloat16, also where whole numbers would be faster."""
-    monkeypatch.setattr(lower_precision, "may_be_int16", lambda weights, target: False)
+    monkeypatch.setattr(lower_precision, "may_be_int16", lambda weights, context: False)
 
 
 @pytest.fixture(scope="session")

@@ -49,8 +49,20 @@ LAYERS: dict[str, set[str]] = {
     "validation": BASE | {"ir", "passes", "codegen", "runtime"},
     "library": BASE | {"ir", "passes", "runtime"},
     "updatable": BASE | {"ir", "runtime"},
-    "driver": BASE | {"forms", "garbage", "ir", "passes", "codegen", "runtime", "updatable", "validation", "library"},
-    "weights_update": BASE | {"ir", "runtime", "frontend", "driver", "nesting", "updatable"},
+    "weights_update": BASE | {"ir", "runtime", "frontend", "nesting", "updatable"},
+    "driver": BASE
+    | {
+        "forms",
+        "garbage",
+        "ir",
+        "passes",
+        "codegen",
+        "runtime",
+        "updatable",
+        "weights_update",
+        "validation",
+        "library",
+    },
     "torch": BASE | {"ir", "runtime", "frontend", "driver", "nesting"},
     "loading": BASE | {"ir", "model_cache", "runtime", "frontend", "driver", "passes"},
     "revalidate": BASE | {"ir", "passes", "driver", "validation"},
@@ -77,6 +89,7 @@ LATE_IMPORTS = {
     "relaxlite/cli/inspect.py": {"relaxlite.cli.inspect_ir"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/opening.py": {"relaxlite.cli.compiling"},  # the compiler, see cli/__init__.py
     "relaxlite/cli/profile.py": {"relaxlite.machine"},  # the compiler, see cli/__init__.py
+    "relaxlite/driver.py": {"relaxlite.weights_update"},  # the readers of checkpoints, for other weights only
     "relaxlite/dtypes.py": {"ml_dtypes"},  # 2 MB, for bfloat16 only
     "relaxlite/frontend/llm/gguf_grids.py": {"gguf"},  # 0.2 s to import, for formats that few files have
     "relaxlite/frontend/llm/gguf_tokenizer.py": {"tokenizers"},  # half a second to import

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from numbers import Integral
 
@@ -16,14 +16,17 @@ from relaxlite.frontend.llm.quantized import GroupedWeight
 from relaxlite.frontend.llm.read import read_checkpoint
 from relaxlite.frontend.llm.step import build_step
 from relaxlite.ir.module import IRModule
+from relaxlite.ir.symbolic import sym
 from relaxlite.llm.description import DESCRIPTION, TOKENIZER, Description
 from relaxlite.llm.drafts import ROW_COST
 from relaxlite.llm.model import LanguageModel
 from relaxlite.llm.step_samples import step_samples
 from relaxlite.llm.tokenizer import Tokenizer
 from relaxlite.passes.context import PassContext
-from relaxlite.passes.graph.integer_products import relaxed_rotation, uses_integer_products
-from relaxlite.passes.products.int16_products import are_int16
+from relaxlite.passes.graph.integer_products import blocked_contraction, relaxed_rotation
+from relaxlite.passes.products.contraction import Contraction, Encoding
+from relaxlite.passes.products.strategy import Precision, Strategy, allowed_of, candidates
+from relaxlite.passes.products.strategy_table import REQUESTED_BLOCKS, ROUNDED_BLOCKS, TABLE, WINOGRAD_INT16_KEPT
 from relaxlite.runtime.executable import ExecutableData
 from relaxlite.target import Target
 
@@ -159,15 +162,29 @@ def _elements(weights: Iterable[Weight]) -> int:
 def _allows_relaxed(weight: Weight, target: Target, precision: str) -> bool:
     """Return whether products with a weight are rounded more in relaxed precision."""
     row = _first_row(weight)
-    if row is None:
-        return len(weight.shape) == 2 and are_int16(target, precision, *reversed(weight.shape))
-    return relaxed_rotation(row.coding, row.group, target, precision) > 1
+    if row is not None:
+        return relaxed_rotation(row.coding, row.group, target, precision) > 1
+    return WINOGRAD_INT16_KEPT in _strategies(weight, target, Precision(precision, is_relaxed=True))
 
 
 def _uses_integers(weight: Weight, target: Target, precision: str) -> bool:
-    """Return whether products with a weight are computed in integers."""
-    row = _first_row(weight)
-    return row is not None and uses_integer_products(row.coding, row.group, target, precision)
+    """Return whether products with a weight in blocks are computed in integers."""
+    strategies = _strategies(weight, target, Precision(precision))
+    return any(strategy in strategies for strategy in (ROUNDED_BLOCKS, REQUESTED_BLOCKS))
+
+
+def _strategies(weight: Weight, target: Target, precision: Precision) -> Sequence[Strategy]:
+    """Return the strategies that products with a weight may take; none: it has floats and is no matrix."""
+    row, shape = _first_row(weight), weight.shape
+    if row is None and len(shape) != 2:
+        return ()
+    columns, depth, floats = math.prod(shape[:-1]), shape[-1], Encoding.of_dtype("float32")
+    contraction = (
+        Contraction("matmul", None, sym(columns), sym(depth), floats, floats, is_constant=True)
+        if row is None
+        else blocked_contraction(row.coding, row.group, depth, columns)
+    )
+    return allowed_of(candidates(TABLE, contraction, target, precision))
 
 
 def _first_row(weight: Weight) -> GroupedWeight | None:

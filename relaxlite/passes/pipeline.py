@@ -44,10 +44,9 @@ from relaxlite.passes.memory.lower_shapes import lower_shapes
 from relaxlite.passes.memory.make_views import make_views
 from relaxlite.passes.memory.plan_memory import plan_memory
 from relaxlite.passes.memory.reuse_operands import reuse_operands
-from relaxlite.passes.products.int16_products import word_products
+from relaxlite.passes.products.constant_weights import inner_products, word_products
 from relaxlite.passes.products.pack_constants import pack_constants
 from relaxlite.passes.products.winograd_convolution import winograd
-from relaxlite.passes.products.winograd_products import inner_products
 from relaxlite.passes.schedule.cpu.programs import schedule_cpu
 
 PassFunction: TypeAlias = "Callable[[IRModule], IRModule] | Callable[[IRModule, PassContext], IRModule]"

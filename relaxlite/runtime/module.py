@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import copy
 import difflib
-import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     from relaxlite.runtime.profile import Profile
     from relaxlite.runtime.roofline import MachineLimits
 
+Update: TypeAlias = "Callable[[ExecutableData, Any], ExecutableData]"  # gives a model with other weights
+
 _UNBOUNDED: SymbolBounds = (0, None, 1)
 
 
@@ -52,11 +53,18 @@ class Executable:
     """A compiled model. Thread-safe."""
 
     @with_gc_disabled
-    def __init__(self, data: ExecutableData, *, threads: int | None = None, is_checked: bool = False) -> None:
+    def __init__(
+        self,
+        data: ExecutableData,
+        *,
+        threads: int | None = None,
+        is_checked: bool = False,
+        update: Update | None = None,
+    ) -> None:
         """Link the kernels and place the weights.
 
         `threads`: size of the process's thread pool. `is_checked`: bytecode and machine are already validated, by
-        `artifact.load`; else ArtifactError where they are not valid.
+        `artifact.load`; else ArtifactError where they are not valid. `update`: what `load_weights` calls.
         """
         if threads is not None:
             threadpool.set_num_threads(threads)
@@ -64,7 +72,7 @@ class Executable:
             place_weights(data.constants) if config.get("huge_pages") else (align_weights(data.constants), ())
         )
         data = replace(data, constants=weights)
-        self.data = data
+        self.data, self._update = data, update
         self._vm = VirtualMachine(data, is_checked=is_checked)
         self._vm.constants.move(pending)
         self._bind_entry(ENTRY)
@@ -162,11 +170,13 @@ class Executable:
 
         weights: arrays or tensors by name, as a state_dict, or the path of a safetensors file. Kernels stay; the passes
         run again, since they fold and pack weights. State starts anew. Executables that `fresh` and `entry` made keep
-        the old weights. Raises InvalidArgumentError with the names of what does not fit.
+        the old weights. Raises InvalidArgumentError with the names of what does not fit, and for a model that
+        `relaxlite.runtime` has loaded, without the compiler.
         """
-        update = importlib.import_module("relaxlite.weights_update")  # the compiler, for this method only
+        if self._update is None:
+            raise InvalidArgumentError("the passes run again for other weights; open the model by relaxlite.load")
         name = self._name
-        self.__init__(update.with_weights(self.data, weights))  # type: ignore[misc]
+        self.__init__(self._update(self.data, weights), update=self._update)  # type: ignore[misc]
         self._bind_entry(name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -299,13 +309,15 @@ class Executable:
         return [export_array(tensor, exported) for tensor in results]
 
 
-def load(path: str | os.PathLike[str], *, threads: int | None = None, verify: bool = False) -> Executable:
+def load(
+    path: str | os.PathLike[str], *, threads: int | None = None, verify: bool = False, update: Update | None = None
+) -> Executable:
     """Load a saved model. Raises ArtifactError for a damaged file, or one for another machine.
 
     `threads`: threads per parallel loop, in the whole process. `verify`: check every byte of large weights too, which
-    reads the whole file.
+    reads the whole file. `update`: what `load_weights` calls.
     """
-    return Executable(artifact.load(path, verify=verify), threads=threads, is_checked=True)
+    return Executable(artifact.load(path, verify=verify), threads=threads, is_checked=True, update=update)
 
 
 def _identity(array: np.ndarray) -> np.ndarray:

@@ -9,6 +9,6 @@ print(relaxlite.torch.report())      # compiled graphs, and what runs in eager a
 
 from __future__ import annotations
 
-from relaxlite.torch.backend import GraphReport, Report, report, reset_report
+from relaxlite.torch.report import GraphReport, Report, report, reset_report
 
 __all__ = ["GraphReport", "Report", "report", "reset_report"]

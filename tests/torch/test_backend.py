@@ -67,6 +67,34 @@ def test_results_that_are_views_of_an_input_keep_their_place_in_it() -> None:
             torch.testing.assert_close(fast(x), function(x))
 
 
+def test_complex_inputs_are_compiled() -> None:
+    """Graphs with complex inputs used to run in eager."""
+    fast = compiled(lambda x, y: (x * y.conj()).abs())
+    for n in (2, 5):
+        x, y = torch.randn(n, 3, dtype=torch.complex64), torch.randn(3, dtype=torch.complex64)
+        for a, b in ((x, y), (x.conj(), y.conj()), (x.T.contiguous().T, y)):
+            torch.testing.assert_close(fast(a, b), (a * b.conj()).abs())
+    assert not any(graph.eager for graph in rlt.report().graphs)
+
+
+def test_numbers_of_a_module_are_compiled() -> None:
+    """Dynamo makes them inputs, and converts them by an operator that used to run in eager."""
+
+    class Norm(nn.Module):
+        eps, scale = 1e-6, 3
+
+        def forward(self, x: Any) -> Any:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.scale
+
+    model = Norm()
+    fast = compiled(model)
+    for n, eps in ((2, 1e-6), (3, 1e-6), (3, 0.5)):
+        model.eps = eps
+        x = torch.randn(n, 4)
+        torch.testing.assert_close(fast(x), model(x))
+    assert not rlt.report().graphs[0].eager
+
+
 @torch.library.custom_op("relaxlite_tests::eager_only", mutates_args=())
 def eager_only(x: torch.Tensor) -> torch.Tensor:
     return x.flip(0)
@@ -85,7 +113,9 @@ def test_what_is_not_supported_runs_in_eager_with_a_reason() -> None:
     for n in (2, 4):
         x = torch.randn(n, 3)
         torch.testing.assert_close(fast(x), function(x))
-    assert "relaxlite_tests.eager_only.default: 1 call" in str(rlt.report())
+    report = str(rlt.report())
+    assert "relaxlite_tests.eager_only.default: 1 call, as at test_backend.py:" in report
+    assert "return eager_only((x * 2).relu() + 1).tanh() * 3" in report
 
 
 def test_gradients_are_refused() -> None:

@@ -10,20 +10,21 @@ import torch
 from relaxlite.errors import ImportModelError
 from relaxlite.frontend.torch.registry import Converter
 
-# Arguments that say where and how a tensor is stored; relaxlite's tensors are dense, in the memory of the CPU.
-_PLACEMENT = frozenset(
-    (
-        "device",
-        "layout",
-        "pin_memory",
-        "memory_format",
-        "non_blocking",
-        "generator",
-        "requires_grad",
-        "implicit",
-        "copy",
-    )
-)
+# Arguments that change no value: order and copies in memory, and how a copy is made. Tensors are dense and values here.
+_PLACEMENT = frozenset(("pin_memory", "memory_format", "non_blocking", "implicit", "copy"))
+
+
+def _is_served(name: str, value: Any) -> bool:
+    """Whether an argument that no converter takes may have the value.
+
+    A device is that of the export; the compiled model runs on the CPU. Only tensors of "meta" have no values there. A
+    generator of the caller cannot be honoured: the executable has its own.
+    """
+    if name == "device":
+        return value is None or torch.device(value).type != "meta"
+    if name == "layout":
+        return value in (None, torch.strided)
+    return name in _PLACEMENT or (name == "generator" and value is None)
 
 
 def bind_arguments(
@@ -49,7 +50,7 @@ def bind_arguments(
         elif name in converter.params:
             if present or not argument.has_default_value() or argument.default_value is not None:
                 keywords[name] = value(raw)
-        elif present and name not in _PLACEMENT and not _is_default(raw, argument):
+        elif present and not _is_served(name, raw) and not _is_default(raw, argument):
             raise ImportModelError(f"argument {name}={raw!r} of {node.target} is not supported")
     return positional, keywords
 

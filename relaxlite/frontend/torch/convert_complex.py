@@ -135,7 +135,7 @@ def neg_view(n: Node, self: Expr) -> Expr:
     return n.emit(ops.neg(self))
 
 
-@complex_op("aten._to_copy", "aten.to", "aten.type_as")
+@complex_op("aten._to_copy", "aten.to", "aten.type_as", "prims.convert_element_type")
 def to(n: Node, self: Any, dtype: Any = None, other: Any = None) -> Any:
     if n.is_complex():
         return joined(n, *parts_of(n, self))
@@ -336,6 +336,11 @@ def sigmoid(n: Node, self: Complex) -> Complex:
     x, y = parts_of(n, self)
     real, imaginary = exponential(n, (n.emit(ops.neg(x)), n.emit(ops.neg(known(y)))))
     return joined(n, *quotient(n, (one, None), (n.emit(ops.add(real, one)), imaginary)))
+
+
+@complex_op("aten.silu")
+def silu(n: Node, self: Complex) -> Complex:
+    return joined(n, *product(n, parts_of(n, self), parts_of(n, sigmoid(n, self))))
 
 
 @complex_op("aten.tanh")

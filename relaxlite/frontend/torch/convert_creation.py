@@ -118,4 +118,8 @@ def triangle_indices(n: Node, row: int, col: int = 0, offset: int = 0, dtype: to
 def one_hot(n: Node, self: Expr, num_classes: Any = -1) -> Expr:
     if isinstance(num_classes, int) and num_classes < 0:
         n.fail("the number of classes must be given, not be counted in the data")
-    return n.emit(ops.one_hot(self, (n.int(num_classes),), Constant.of([0, 1], "int64")))
+    depth = n.int(num_classes)
+    is_above = n.emit(ops.greater_equal(self, n.operand(0, "int64")))
+    is_inside = n.emit(ops.logical_and(is_above, n.emit(ops.less(self, n.operand(depth, "int64")))))
+    n.check(n.emit(ops.all(is_inside)), "one_hot: a class is negative, or not below the number of classes")
+    return n.emit(ops.one_hot(self, (depth,), Constant.of([0, 1], "int64")))

@@ -1,6 +1,6 @@
 """Converters of linear algebra: systems, inverses, determinants and factorizations of matrices (ops/factorizations.py).
 
-Eigenvalues and singular values have no op. Pivots are int32 and count from 1, as LAPACK's.
+Pivots are int32 and count from 1, as LAPACK's.
 """
 
 from __future__ import annotations

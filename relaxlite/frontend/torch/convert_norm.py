@@ -108,6 +108,21 @@ def group_norm(
     return n.emit(ops.group_norm(n.cast(input, dtype), scale, shift, groups=int(num_groups), epsilon=float(eps)))
 
 
+@torch_op("aten.native_group_norm")
+def native_group_norm(
+    n: Node, input: Expr, weight: Expr | None, bias: Expr | None, N: Any, C: Any, HxW: Any, group: int, eps: float
+) -> tuple[Expr | None, ...]:
+    """Normalize groups of channels; also their means and reciprocal deviations (N, group)."""
+    samples, channels, size = n.ints((N, C, HxW))
+    x = n.cast(input, n.dtype())
+    result = n.reshape(group_norm(n, n.reshape(x, (samples, channels, size)), group, weight, bias, eps), n.shape())
+    if not (n.wants(1) or n.wants(2)):
+        return result, None, None
+    groups = n.reshape(n.cast(input, n.dtype(1)), (samples, group, channels // group * size))
+    mean, variance = (n.reshape(v, (samples, group)) for v in moments(n, groups, (2,)))
+    return result, mean, n.emit(ops.rsqrt(n.emit(ops.add(variance, n.operand(eps, n.dtype(1))))))
+
+
 @torch_op("aten.instance_norm")
 def instance_norm(
     n: Node, input: Expr, weight: Expr | None, bias: Expr | None, running_mean: Expr | None, running_var: Expr | None,
@@ -183,7 +198,7 @@ def native_batch_norm(
     if running_mean is None or running_var is None or "functional" not in n.target:
         return tuple(outputs)
     if is_update:
-        outputs.append(None)  # reserved memory of other backends
+        outputs.append(n.full(n.shape(3), 0, n.dtype(3)))  # reserved memory of other backends
     shape = n.shape_of(input)
     count = n.symbols.tensor(product((shape[0], *shape[2:])), n.dtype_of(variance))
     rest = n.emit(ops.subtract(count, n.operand(1, n.dtype_of(variance))))

@@ -161,3 +161,18 @@ def max_unpool(
     values, places = (n.reshape(v, (planes, count)) for v in (self, indices))
     zeros = n.full((planes, rest), 0, n.dtype())
     return n.reshape(n.emit(ops.scatter_elements(zeros, places, values, axis=1)), n.shape())
+
+
+@torch_op("aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward")
+def max_pool_backward(
+    n: Node, grad_output: Expr, self: Expr, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool,
+    indices: Expr,
+) -> Expr:  # fmt: skip
+    """Add the gradient of each maximum at its index in the flattened plane of its channel."""
+    spatial = _spatial(n)
+    outer, rest = n.shape()[:-spatial], product(n.shape()[-spatial:])
+    planes, count = product(outer), product(n.shape_of(grad_output)[-spatial:])
+    values, places = (n.reshape(v, (planes, count)) for v in (grad_output, indices))
+    zeros = n.full((planes, rest), 0, n.dtype())
+    added = n.emit(ops.scatter_elements(zeros, places, values, axis=1, reduction="add"))
+    return n.reshape(added, n.shape())

@@ -1,4 +1,4 @@
-"""Converters of quantization: the operators of torch's quantizers (`quantized_decomposed`), and fake quantization.
+"""Converters of quantization: the operators of torch's quantizers (`quantized_decomposed`).
 
 Codes are clamp(round(x * (1 / scale)) + zero_point): with the reciprocal of the scale, as torch computes them.
 """
@@ -216,21 +216,12 @@ def choose_qparams_per_token_asymmetric(n: Node, input: Expr, dtype: torch.dtype
     return n.cast(scale, n.dtype(0)), n.cast(zero, n.dtype(1))
 
 
-# Fake quantization
-
-
-@torch_op("aten.fake_quantize_per_tensor_affine", "aten.fake_quantize_per_channel_affine",
-          f"{_DOMAIN}.fake_quant_per_channel")  # fmt: skip
-def fake_quantize(
-    n: Node, self: Expr, scale: Any = None, zero_point: Any = None, quant_min: int = 0, quant_max: int = 255,
-    axis: int | None = None, scales: Any = None, zero_points: Any = None,
-) -> Expr:  # fmt: skip
-    """Quantize and dequantize in floats."""
-    wide = "float64" if n.dtype_of(self) == "float64" else "float32"
-    step, zero = scale if scales is None else scales, zero_point if zero_points is None else zero_points
-    if axis is None:
-        step, zero = _scalar(n, step, wide), _scalar(n, zero, wide)
-    else:
-        step, zero = (_vector_along(n, n.cast(v, wide), axis, n.rank(self)) for v in (step, zero))
-    codes = _codes(n, n.cast(self, wide), _reciprocal(n, step), zero, (quant_min, quant_max))
-    return n.cast(n.emit(ops.multiply(n.emit(ops.subtract(codes, zero)), step)), n.dtype())
+@torch_op(f"{_DOMAIN}.fake_quant_per_channel")
+def fake_quant_per_channel(
+    n: Node, input: Expr, scales: Expr, zero_points: Expr, axis: int, quant_min: int, quant_max: int
+) -> Expr:
+    """Quantize and dequantize in float32."""
+    dtype, rank = n.dtype(), n.rank(input)
+    scale, zero = (_vector_along(n, n.cast(v, dtype), axis, rank) for v in (scales, zero_points))
+    codes = _codes(n, input, _reciprocal(n, scale), zero, (quant_min, quant_max))
+    return n.emit(ops.multiply(n.emit(ops.subtract(codes, zero)), scale))

@@ -16,7 +16,7 @@ from relaxlite.frontend.torch.registry import torch_op
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.ops.scalars import HALF
-from relaxlite.ir.symbolic import SymExpr, product, smax
+from relaxlite.ir.symbolic import SymExpr, product, smax, sym
 
 Dims = Any  # a dimension, a list of dimensions or None
 
@@ -192,6 +192,19 @@ def cdist(n: Node, x1: Expr, x2: Expr, p: float = 2.0, compute_mode: int | None 
     right = n.emit(ops.expand_dims(x2, axes=(n.rank(x2) - 2,)))
     difference = n.emit(ops.subtract(left, right))
     return vector_norm(n, difference, float(p), (n.rank(difference) - 1,), False, n.dtype())
+
+
+@torch_op("aten.pdist", "aten._pdist_forward")
+def pdist(n: Node, self: Expr, p: float = 2.0) -> Expr:
+    """Distances of the pairs of rows i < j, in the order of i, then j: those above the diagonal of all distances."""
+    rows, count = n.shape_of(self)[0], n.shape()[0]
+    left, right = (n.emit(ops.expand_dims(self, axes=(axis,))) for axis in (1, 0))
+    difference = n.emit(ops.subtract(left, right))
+    distances = vector_norm(n, difference, float(p), (2,), False, n.dtype())
+    index = n.emit(ops.arange(n.operand(0, "int64"), n.operand(1, "int64"), (rows,)))
+    is_above = n.emit(ops.less(n.reshape(index, (rows, sym(1))), index))
+    kept = n.emit(ops.compress(distances, n.reshape(is_above, (rows * rows,))))
+    return n.bb.match_shape(kept, (count,))
 
 
 @torch_op("aten.logsumexp")

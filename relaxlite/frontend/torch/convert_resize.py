@@ -97,17 +97,19 @@ def upsample(
         n.fail(f"interpolation of {n.dtype()} between elements rounds in a way of its own; convert the input to floats")
     name, target = n.target.split(".")[1], n.shape()
     is_antialiased = name.endswith("_aa")
-    if is_antialiased and align_corners:
-        n.fail("antialiased interpolation with align_corners is not supported")
     kind = next(mode for key, mode in _MODES.items() if f"upsample_{key}" in name)
     attrs: dict[str, Any] = {
         "mode": kind,
-        "coordinate_transformation_mode": "align_corners" if align_corners else "half_pixel",
+        "coordinate_transformation_mode": "align_corners" if align_corners and not is_antialiased else "half_pixel",
         "antialias": is_antialiased,
         "exclude_outside": is_antialiased,
     }
     if kind == "cubic":
         attrs["cubic_coeff_a"] = -0.5 if is_antialiased else -0.75
+    if is_antialiased and align_corners:
+        if kind != "linear":
+            n.fail("antialiased cubic interpolation with align_corners is not supported")
+        return _resize_between_corners(n, self)
     width, x = scales if _spatial(n) == 1 else scales_w, self
     factors = [] if align_corners else _factors(n, scale_factors, [scales_d, scales_h, width])
     if not any(f is not None for f in factors):
@@ -116,6 +118,37 @@ def upsample(
     for k, factor in enumerate(factors, 2):
         x = _resize_axis(n, x, k, target[k], factor, attrs, copies_equal_sizes=copies_equal_sizes)
     return x
+
+
+def _resize_between_corners(n: Node, x: Expr) -> Expr:
+    """Resize (b, c, h, w) linearly, antialiased, by products with the weights of rows and of columns."""
+    (*_, height, width), (*_, rows, columns) = n.shape_of(x), n.shape()
+    x = n.emit(ops.matmul(_triangles(n, height, rows), n.cast(x, "float32")))
+    weights = n.emit(ops.transpose(_triangles(n, width, columns)))
+    return n.cast(n.emit(ops.matmul(x, weights)), n.dtype())
+
+
+def _triangles(n: Node, size: SymExpr, out: SymExpr) -> Expr:
+    """Return the weights (out, size) of antialiased linear interpolation whose steps are those between corners.
+
+    As in torch, elements are centered half a step behind their corner: at (o + 1/2) * step.
+    """
+
+    def real(value: Any) -> Expr:
+        return n.operand(value, "float32")
+
+    def centers(count: SymExpr) -> Expr:
+        return n.emit(ops.arange(real(0.5), real(1), (count,)))
+
+    last = real(out - 1)
+    quotient = n.emit(ops.divide(real(size - 1), n.emit(ops.maximum(last, real(1)))))
+    step = n.emit(ops.where(n.emit(ops.equal(last, real(0))), real(0), quotient))
+    places = n.emit(ops.expand_dims(n.emit(ops.multiply(centers(out), step)), axes=(1,)))
+    distance = n.emit(ops.abs(n.emit(ops.subtract(centers(size), places))))
+    share = n.emit(ops.divide(distance, n.emit(ops.maximum(step, real(1)))))
+    weights = n.emit(ops.maximum(n.emit(ops.subtract(real(1), share)), real(0)))
+    total = n.emit(ops.sum(weights, axes=(1,), keepdims=True))
+    return n.emit(ops.divide(weights, n.emit(ops.where(n.emit(ops.equal(total, real(0))), real(1), total))))
 
 
 def _resize_axis(

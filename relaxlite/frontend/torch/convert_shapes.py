@@ -80,7 +80,7 @@ def expand(n: Node, self: Expr, size: Any = None, other: Any = None) -> Expr:
     return n.broadcast(self, n.shape())
 
 
-@torch_op("aten._to_copy", "aten.to", "aten.type_as", "aten.float", "aten._cast_Float")
+@torch_op("aten._to_copy", "aten.to", "aten.type_as", "aten.float", "aten._cast_Float", "prims.convert_element_type")
 def to(n: Node, self: Expr, dtype: torch.dtype | None = None, other: Any = None) -> Expr:
     return n.cast(self, n.dtype())
 
@@ -181,7 +181,7 @@ def select(n: Node, self: Expr, dim: int, index: Any) -> Expr:
     return n.emit(ops.squeeze(row, axes=(axis,)))
 
 
-@torch_op("aten.sym_size", "aten.sym_numel", "aten.sym_stride")
+@torch_op("aten.sym_size", "aten.sym_numel", "aten.sym_stride", complex=True)
 def sym_size(n: Node, self: Any, dim: int | None = None) -> Any:
     return n.fx_node.meta["val"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +18,11 @@ from relaxlite.frontend.torch.places import place_of, source_code
 from relaxlite.frontend.torch.registry import find_converter
 from relaxlite.frontend.torch.survey import name_of
 from relaxlite.frontend.torch.symbols import SymbolTable, sympy_of
+from relaxlite.ir import ops
 from relaxlite.ir.builder import BlockBuilder
 from relaxlite.ir.expr import Constant, Expr, Var
 from relaxlite.ir.ops.broadcast import PROVER
-from relaxlite.ir.symbolic import SymExpr
+from relaxlite.ir.symbolic import SymExpr, sym
 from relaxlite.ir.types import TensorType
 
 
@@ -35,7 +36,10 @@ class GraphImporter:
         self.flow = ControlFlowBuilder(self.bb, self.symbols.fresh, self.symbols.scope)
         self._values: list[dict[torch.fx.Node, Any]] = [{}]
         self._constants: dict[tuple[object, ...], Constant] = {}
+        self._params: list[Var] = []
+        self._sizes: list[tuple[Var, Any, str]] = []  # parameter, torch.SymInt, name
         self._reported: RelaxliteError | None = None
+        self.failed: torch.fx.Node | None = None  # the node of the outermost graph that could not be converted
 
     # constants
 
@@ -57,6 +61,46 @@ class GraphImporter:
         constant = self._constants[key]
         return Complex(constant) if tensor.is_complex() else constant
 
+    # inputs
+
+    def name_sizes(self, inputs: Iterable[torch.fx.Node], dim_name: Callable[[torch.fx.Node, int], str]) -> None:
+        """Define the sizes of inputs that are symbols; sizes of other inputs may be expressions of them."""
+        for node in inputs:
+            value = node.meta.get("val")
+            for k, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if isinstance(size, torch.SymInt) and sympy_of(size).is_Symbol:
+                    self.symbols.input_dim(size, dim_name(node, k))
+
+    def tensor_input(self, value: torch.Tensor, name: str, dim_names: Sequence[str]) -> Var | Complex:
+        """Add a parameter for an input that is a tensor; a complex one is passed as pairs (..., 2)."""
+        dims = [self.symbols.input_dim(d, dim_name) for d, dim_name in zip(value.shape, dim_names, strict=True)]
+        tail = (sym(2),) if value.is_complex() else ()
+        param = self._param(name, TensorType.of((*dims, *tail), dtype_name(value.dtype)))
+        return Complex(param) if value.is_complex() else param
+
+    def number_input(self, value: Any, name: str) -> Var:
+        """Add a parameter of rank 0 for an input that is a torch.SymInt, torch.SymFloat or torch.SymBool."""
+        if isinstance(value, torch.SymInt):
+            param = self._param(name, TensorType.of((), "int64"))
+            self._sizes.append((param, value, name))
+            return param
+        if not isinstance(value, torch.SymFloat | torch.SymBool):
+            raise ImportModelError(f"input '{name}' is {type(value).__name__}; tensors and numbers are supported")
+        param = self._param(name, TensorType.of((), "float64" if isinstance(value, torch.SymFloat) else "bool"))
+        self.symbols.define_float(sympy_of(value), param)
+        return param
+
+    def read_sizes(self) -> None:
+        """Read the integers among the inputs; where dimensions gave a symbol already, check that both agree."""
+        for param, value, name in sorted(self._sizes, key=lambda entry: not sympy_of(entry[1]).is_Symbol):
+            vector = self.bb.emit(ops.reshape(param, (1,)))
+            size = self.symbols.input_dim(value, name)
+            self.bb.match_shape(self.bb.emit(ops.tensor_to_shape(vector)), (size,))
+
+    def _param(self, name: str, ty: TensorType) -> Var:
+        self._params.append(Var(self.bb.unique_name(name), ty))
+        return self._params[-1]
+
     # random numbers
 
     def random_key(self) -> Expr:
@@ -69,8 +113,10 @@ class GraphImporter:
     def scope(self, values: Mapping[torch.fx.Node, Any]) -> Iterator[None]:
         """Open a scope of nodes' values, for a subgraph."""
         self._values.append(dict(values))
-        yield
-        self._values.pop()
+        try:
+            yield
+        finally:
+            self._values.pop()
 
     def subgraph(self, graph: torch.fx.GraphModule, operands: Sequence[Any]) -> list[Any]:
         """Convert a subgraph in place, on these operands; return its results."""
@@ -114,10 +160,12 @@ class GraphImporter:
         try:
             return self._call(node)
         except RelaxliteError as error:
+            self.failed = node
             if error is self._reported:
                 raise
             raise self._located(str(error), node) from error
         except Exception as error:
+            self.failed = node
             raise self._located(f"cannot be converted ({type(error).__name__}: {error})", node) from error
 
     def _attribute(self, graph: torch.fx.GraphModule, target: str) -> Any:

@@ -7,7 +7,8 @@ import re
 
 import torch
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
+_MARKS = re.compile(r"[\s^~]*")  # a line that underlines a part of the line above
 
 
 def place_of(node: torch.fx.Node) -> str:
@@ -27,7 +28,7 @@ def source_line(node: torch.fx.Node) -> str:
 
 def source_code(node: torch.fx.Node) -> str:
     """Return the text of the source line of a node; "" if torch recorded none."""
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    lines = [x for x in (node.meta.get("stack_trace") or "").splitlines() if not _MARKS.fullmatch(x)]
     return lines[-1].strip() if lines and not _FRAME.search(lines[-1]) else ""
 
 

@@ -22,7 +22,6 @@ from relaxlite.frontend.torch import signature
 from relaxlite.frontend.torch.dtypes import dtype_name, to_numpy
 from relaxlite.frontend.torch.importer import GraphImporter
 from relaxlite.frontend.torch.node import Complex
-from relaxlite.frontend.torch.symbols import sympy_of
 from relaxlite.ir import ops
 from relaxlite.ir.attributes import (
     CALL_STRUCTURE,
@@ -37,7 +36,7 @@ from relaxlite.ir.attributes import (
 )
 from relaxlite.ir.expr import Attrs, AttrValue, Constant, Expr, Function, Tuple, Var
 from relaxlite.ir.module import IRModule
-from relaxlite.ir.symbolic import SymExpr, sym
+from relaxlite.ir.symbolic import SymExpr
 from relaxlite.ir.types import TensorType
 from relaxlite.nesting import INITIAL_STATE
 
@@ -56,10 +55,8 @@ class ProgramImporter(GraphImporter):
     def __init__(self, program: ExportedProgram, names: DimNames | None = None, bounds: Bounds | None = None) -> None:
         super().__init__(program.range_constraints, bounds)
         self.program, self.names = program, names or {}
-        self._params: list[Var] = []
         self._state: list[tuple[str, torch.Tensor, Var]] = []
         self._inputs: list[signature.Leaf] = []  # one for each leaf of the user's arguments
-        self._sizes: list[tuple[Var, Any, str]] = []  # integer arguments, and the symbols that they bind
         self._random: Var | None = None  # state of random operators: seed, number of calls
         self._num_random = 0
 
@@ -68,8 +65,7 @@ class ProgramImporter(GraphImporter):
         self._define_inputs()
         self.symbols.check_bounds_used()
         with self.bb.body() as scope:
-            for param, symbol, name in self._sizes:
-                self._bind_size(param, symbol, name)
+            self.read_sizes()
             outputs = self.nodes(self.program.graph_module)
             results, leaves, updates = self._results(outputs)
             if self._random is not None:
@@ -121,11 +117,7 @@ class ProgramImporter(GraphImporter):
             if spec.kind in _MUTATIONS and spec.kind != OutputKind.USER_INPUT_MUTATION:
                 mutated.add(spec.target)
         placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
-        for node in placeholders:  # sizes that are symbols first, as other sizes may be expressions of them
-            value = node.meta.get("val")
-            for k, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-                if isinstance(size, torch.SymInt) and sympy_of(size).is_Symbol:
-                    self.symbols.input_dim(size, self._dim_name(node, k))
+        self.name_sizes(placeholders, self._dim_name)
         for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
             self._values[0][node] = self._input(node, spec, spec.target in mutated)
 
@@ -162,35 +154,16 @@ class ProgramImporter(GraphImporter):
             self._inputs.append(signature.Leaf("const", value=constant))
             return constant
         if isinstance(value, torch.Tensor):
-            dims = [self.symbols.input_dim(d, self._dim_name(node, k)) for k, d in enumerate(value.shape)]
-            shape = (*dims, *((sym(2),) if value.is_complex() else ()))
-            param = Var(self.bb.unique_name(name), TensorType.of(shape, dtype_name(value.dtype)))
-            self._inputs.append(signature.Leaf("complex" if value.is_complex() else "tensor", name=param.name))
-            self._params.append(param)
-            return Complex(param) if value.is_complex() else param
-        if isinstance(value, torch.SymInt):
-            param = Var(self.bb.unique_name(name), TensorType.of((), "int64"))
-            self._inputs.append(signature.Leaf("int", name=param.name))
-            self._params.append(param)
-            self._sizes.append((param, sympy_of(value), name))
-            return value
-        if isinstance(value, torch.SymFloat | torch.SymBool):
-            dtype = "float64" if isinstance(value, torch.SymFloat) else "bool"
-            param = Var(self.bb.unique_name(name), TensorType.of((), dtype))
-            self._inputs.append(signature.Leaf("float" if dtype == "float64" else "bool", name=param.name))
-            self._params.append(param)
-            self.symbols.define_float(sympy_of(value), param)
-            return value
-        raise ImportModelError(f"argument '{name}' is {type(value).__name__}; tensors and numbers are supported")
+            tensor = self.tensor_input(value, name, [self._dim_name(node, k) for k in range(value.dim())])
+            kind = "complex" if isinstance(tensor, Complex) else "tensor"
+            self._inputs.append(signature.Leaf(kind, name=self._params[-1].name))
+            return tensor
+        param = self.number_input(value, name)
+        self._inputs.append(signature.Leaf(_SCALARS[type(value)][0], name=param.name))
+        return value
 
     def _dim_name(self, node: torch.fx.Node, axis: int) -> str:
         return self.names.get((node.name, axis)) or f"{node.name}_dim{axis}"
-
-    def _bind_size(self, param: Var, symbol: Any, name: str) -> None:
-        """Read an integer argument; where a dimension gave its symbol already, check that both agree."""
-        vector = self.bb.emit(ops.reshape(param, (1,)))
-        size = self.symbols.expr(symbol) if self.symbols.knows(symbol) else self.symbols.define(symbol, name)
-        self.bb.match_shape(self.bb.emit(ops.tensor_to_shape(vector)), (size,))
 
     def _initial_state(self) -> Function:
         with self.bb.body() as scope:

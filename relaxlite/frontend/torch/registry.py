@@ -33,7 +33,7 @@ class Converter:
 
 _converters: dict[str, Converter] = {}
 _complex_converters: dict[str, Converter] = {}  # take precedence where an operand or the result is complex
-_num_builtin = [0]
+_builtin: list[dict[str, Converter]] = []  # copies of both tables with relaxlite's own converters
 
 
 def torch_op(*names: str, complex: bool = False, replace: bool = False) -> Callable[[Convert], Convert]:
@@ -83,9 +83,9 @@ def find_converter(name: str, *, is_complex: bool = False) -> Converter | None:
 
 def mark_builtin_converters() -> None:
     """Record that relaxlite has registered all of its own converters."""
-    _num_builtin[0] = len(_converters)
+    _builtin[:] = [dict(_converters), dict(_complex_converters)]
 
 
 def has_user_converters() -> bool:
-    """Whether users have registered converters since `mark_builtin_converters`."""
-    return len(_converters) != _num_builtin[0]
+    """Whether users have registered or replaced converters since `mark_builtin_converters`."""
+    return _builtin != [_converters, _complex_converters]

@@ -31,6 +31,7 @@ Scalar: TypeAlias = "int | float | bool | SymExpr | torch.SymFloat | torch.SymBo
 Ratio: TypeAlias = "tuple[SymExpr, SymExpr]"  # numerator and positive denominator
 
 _MAX_SIZE = 1 << 62  # upper bounds from here on say nothing
+_INFERRED = (2, None)  # the range of a size that torch assumes to be neither 0 nor 1, and does not check
 
 
 def sympy_of(value: Any) -> Any:
@@ -80,8 +81,10 @@ class SymbolTable:
     def scope(self) -> Iterator[None]:
         """Open a scope of definitions, for the body of a branch or loop."""
         values, floats = dict(self._values), dict(self._floats)
-        yield
-        self._values, self._floats = values, floats
+        try:
+            yield
+        finally:
+            self._values, self._floats = values, floats
 
     def check_bounds_used(self) -> None:
         """Raise InvalidArgumentError if a name among the user's bounds is no symbol of the program."""
@@ -106,7 +109,7 @@ class SymbolTable:
             return 0, None
         lower = int(values.lower) if values.lower.is_Integer and abs(values.lower) < _MAX_SIZE else None
         upper = int(values.upper) if values.upper.is_Integer and values.upper < _MAX_SIZE else None
-        return lower, upper
+        return (1, None) if (lower, upper) == _INFERRED else (lower, upper)
 
     def input_dim(self, dim: Any, name: str) -> SymExpr:
         """Return the size of an input's dimension; defines the symbol that first occurs there, as `name`."""

@@ -13,6 +13,7 @@ from relaxlite.ir.ops import (  # noqa: F401  (importing a module registers its 
     data_dependent,
     decision_trees,
     detection,
+    eigenvalues,
     elementwise,
     factorizations,
     grouped_products,

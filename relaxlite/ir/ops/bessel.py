@@ -1,34 +1,30 @@
 """Bessel functions of order 0 and 1, and the Airy function, in float64.
 
-Each is a rational function or a Chebyshev series near 0, and far from it an oscillation or an exponential function
-times such an approximation. Coefficients: bessel_tables.py.
+Each is a Chebyshev series near 0, and far from it an oscillation or an exponential function times such a series.
+Coefficients: special_tables.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from relaxlite.ir.ops import bessel_tables as tables
+from relaxlite.ir.ops import special_tables as tables
 from relaxlite.ir.ops.scalars import Scalar
-from relaxlite.ir.ops.special import Formula, Let, chebyshev, choose, horner, special
+from relaxlite.ir.ops.special import Formula, Let, Series, chebyshev, choose, horner, special
 
 _TWO_OVER_PI = 2 / math.pi
 
 
-def _far(x: Scalar, order: int, let: Let) -> tuple[Scalar, Scalar]:
-    """Amplitudes of cosine and sine of the phase x - (2 order + 1) pi / 4, for x > 5, without sqrt(2 / (pi x))."""
-    cosine, sine = (
-        ((tables.COS0_P, tables.COS0_Q), (tables.SIN0_P, tables.SIN0_Q)),
-        ((tables.COS1_P, tables.COS1_Q), (tables.SIN1_P, tables.SIN1_Q)),
-    )[order]
-    ratio = let(5.0 / x.maximum(5.0))
-    z = let(ratio * ratio)
-    return horner(z, cosine[0]) / horner(z, cosine[1]), ratio * (horner(z, sine[0]) / horner(z, sine[1]))
+_ZEROS0 = 5.783185962946784, 30.471262343662087  # squares of the zeros of J0 and J1 up to 5
+_ZERO1 = 14.681970642123893
 
 
 def _oscillation(x: Scalar, order: int, let: Let, *, second_kind: bool) -> Scalar:
-    a, b = _far(x, order, let)
+    """A function of order 0 or 1 for x > 5, by the phase x - (2 order + 1) pi / 4."""
+    ratio = let(5.0 / x.maximum(5.0))
+    square = let(ratio * ratio)
+    of_cosine, of_sine = ((tables.COS0, tables.SIN0), (tables.COS1, tables.SIN1))[order]
+    a, b = chebyshev(square, of_cosine, let), ratio * chebyshev(square, of_sine, let)
     phase = let(x - (2 * order + 1) * (math.pi / 4))
     sine, cosine = phase.unary("sin"), phase.unary("cos")
     wave = a * sine + b * cosine if second_kind else a * cosine - b * sine
@@ -39,8 +35,7 @@ def bessel_j0(x: Scalar, let: Let) -> Scalar:
     """Bessel function of the first kind of order 0."""
     size = let(x.abs())
     z = let(size.minimum(5.0) * size.minimum(5.0))
-    roots = (z - 5.78318596294678452118e0) * (z - 3.04712623436620863991e1)
-    near = roots * horner(z, tables.J0_P) / horner(z, tables.J0_Q)
+    near = (z - _ZEROS0[0]) * (z - _ZEROS0[1]) * chebyshev(z, tables.J0, let)
     return choose(size < 5.0, near, _oscillation(size, 0, let, second_kind=False))
 
 
@@ -49,35 +44,31 @@ def bessel_j1(x: Scalar, let: Let) -> Scalar:
     size = let(x.abs())
     near = let(size.minimum(5.0))
     z = let(near * near)
-    roots = (z - 1.46819706421238932572e1) * (z - 4.92184563216946036703e1)
-    value = near * roots * horner(z, tables.J1_P) / horner(z, tables.J1_Q)
-    value = choose(size < 5.0, value, _oscillation(size, 1, let, second_kind=False))
-    value = let(value)
+    value = near * (z - _ZERO1) * chebyshev(z, tables.J1, let)
+    value = let(choose(size < 5.0, value, _oscillation(size, 1, let, second_kind=False)))
     return choose(x < 0.0, -value, value)
 
 
 def bessel_y0(x: Scalar, let: Let) -> Scalar:
     """Bessel function of the second kind of order 0; NaN below 0."""
     near = let(x.minimum(5.0))
-    z = let(near * near)
-    value = horner(z, tables.Y0_P) / horner(z, tables.Y0_Q) + _TWO_OVER_PI * x.unary("log") * bessel_j0(near, let)
+    value = chebyshev(near * near, tables.Y0, let) + _TWO_OVER_PI * x.unary("log") * bessel_j0(near, let)
     return choose(x < 5.0, value, _oscillation(x, 0, let, second_kind=True))
 
 
 def bessel_y1(x: Scalar, let: Let) -> Scalar:
     """Bessel function of the second kind of order 1; NaN below 0."""
     near = let(x.minimum(5.0))
-    z = let(near * near)
-    ratio = near * (horner(z, tables.Y1_P) / horner(z, tables.Y1_Q))
-    value = ratio + _TWO_OVER_PI * (bessel_j1(near, let) * x.unary("log") - 1.0 / x)
+    value = near * chebyshev(near * near, tables.Y1, let)
+    value = value + _TWO_OVER_PI * (bessel_j1(near, let) * x.unary("log") - 1.0 / x)
     value = choose(x.equals(0.0), -math.inf, value)
     return choose(x < 5.0, value, _oscillation(x, 1, let, second_kind=True))
 
 
-def _scaled(size: Scalar, near: Sequence[float], far: Sequence[float], let: Let) -> Scalar:
+def _scaled(size: Scalar, near: Series, far: Series, let: Let) -> Scalar:
     """exp(-x) I(x) for x >= 0: of order 0; for order 1 without the factor x up to 8."""
-    below = chebyshev(size.minimum(8.0) * 0.5 - 2.0, near, let)
-    above = chebyshev(32.0 / size.maximum(8.0) - 2.0, far, let) / size.unary("sqrt")
+    below = chebyshev(size.minimum(8.0), near, let)
+    above = chebyshev(8.0 / size.maximum(8.0), far, let) / size.unary("sqrt")
     return choose(size > 8.0, above, below)
 
 
@@ -105,9 +96,9 @@ def i1(x: Scalar, let: Let) -> Scalar:
     return choose(x.unary("isinf"), x, x.abs().exp() * i1e(x, let))
 
 
-def _second_kind(x: Scalar, near: Scalar, far: Sequence[float], let: Let, *, is_scaled: bool) -> Scalar:
+def _second_kind(x: Scalar, near: Scalar, far: Series, let: Let, *, is_scaled: bool) -> Scalar:
     """Modified Bessel function of the second kind, its value up to 2 given; scaled by exp(x) if asked for."""
-    above = chebyshev(8.0 / x.maximum(2.0) - 2.0, far, let) / x.unary("sqrt")
+    above = chebyshev(2.0 / x.maximum(2.0), far, let) / x.unary("sqrt")
     near = near * x.minimum(2.0).exp() if is_scaled else near
     above = above if is_scaled else above * (-x).exp()
     near = choose(x.equals(0.0), math.inf, near)
@@ -116,13 +107,13 @@ def _second_kind(x: Scalar, near: Scalar, far: Sequence[float], let: Let, *, is_
 
 def _k0(x: Scalar, let: Let, *, is_scaled: bool) -> Scalar:
     low = let(x.minimum(2.0))
-    near = chebyshev(low * low - 2.0, tables.K0_NEAR, let) - (x * 0.5).unary("log") * i0(low, let)
+    near = chebyshev(low * low, tables.K0_NEAR, let) - (x * 0.5).unary("log") * i0(low, let)
     return _second_kind(x, near, tables.K0_FAR, let, is_scaled=is_scaled)
 
 
 def _k1(x: Scalar, let: Let, *, is_scaled: bool) -> Scalar:
     low = let(x.minimum(2.0))
-    near = (x * 0.5).unary("log") * i1(low, let) + chebyshev(low * low - 2.0, tables.K1_NEAR, let) / x
+    near = (x * 0.5).unary("log") * i1(low, let) + chebyshev(low * low, tables.K1_NEAR, let) / x
     return _second_kind(x, near, tables.K1_FAR, let, is_scaled=is_scaled)
 
 
@@ -139,22 +130,24 @@ _AIRY_FIRST, _AIRY_SECOND = _airy_series()
 _INVERSE_ROOT_PI = 1 / math.sqrt(math.pi)
 
 
+_AIRY_EDGE = 9 ** (1 / 3)  # where zeta is 2
+_AIRY_AT_0, _AIRY_SLOPE_AT_0 = 3 ** (-2 / 3) / math.gamma(2 / 3), -(3 ** (-1 / 3)) / math.gamma(1 / 3)
+
+
 def airy_ai(x: Scalar, let: Let) -> Scalar:
     """The Airy function Ai."""
-    near = let(x.minimum(2.09).maximum(-2.09))
+    near = let(x.minimum(_AIRY_EDGE).maximum(-_AIRY_EDGE))
     cube = let(near * near * near)
-    middle = 0.355028053887817239260 * horner(cube, _AIRY_FIRST)
-    middle = middle - 0.258819403792806798405 * near * horner(cube, _AIRY_SECOND)
-    size = let(x.abs().maximum(2.09))
+    middle = _AIRY_AT_0 * horner(cube, _AIRY_FIRST) + _AIRY_SLOPE_AT_0 * near * horner(cube, _AIRY_SECOND)
+    size = let(x.abs().maximum(_AIRY_EDGE))
     root = let(size.unary("sqrt"))
     zeta = let(size * root * (2 / 3))
     z, fourth = let(1.0 / zeta), root.unary("sqrt")
-    above = _INVERSE_ROOT_PI * (horner(z, tables.AIRY_P) / horner(z, tables.AIRY_Q)) / (2.0 * fourth) * (-zeta).exp()
+    above = _INVERSE_ROOT_PI * chebyshev(z, tables.AIRY_FAR, let) / (2.0 * fourth) * (-zeta).exp()
     square, phase = let(z * z), let(zeta + math.pi / 4)
-    sine = 1.0 + square * horner(square, tables.AIRY_SIN_P) / horner(square, tables.AIRY_SIN_Q)
-    cosine = z * horner(square, tables.AIRY_COS_P) / horner(square, tables.AIRY_COS_Q)
+    sine, cosine = chebyshev(square, tables.AIRY_SIN, let), z * chebyshev(square, tables.AIRY_COS, let)
     below = _INVERSE_ROOT_PI / fourth * (phase.unary("sin") * sine - phase.unary("cos") * cosine)
-    return choose(x > 2.09, above, choose(x < -2.09, below, middle))
+    return choose(x > _AIRY_EDGE, above, choose(x < -_AIRY_EDGE, below, middle))
 
 
 def spherical_bessel_j0(x: Scalar, let: Let) -> Scalar:

@@ -14,61 +14,12 @@ import numpy as np
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import Shape
-from relaxlite.ir.ops.elementwise import check_dtype
 from relaxlite.ir.ops.linalg import equality_checks
-from relaxlite.ir.ops.scalars import Scalar, index, literal, select
-from relaxlite.ir.program import Allocate, Buffer, Check, For, IfThenElse, LetIndex, Stmt, Store, loops, seq
+from relaxlite.ir.ops.matrices import Matrix, MatrixOp, each_matrix, workspace
+from relaxlite.ir.ops.scalars import Scalar, Variable, allocate, index, literal, select
+from relaxlite.ir.program import Buffer, Check, For, IfThenElse, LetIndex, Stmt, loops, seq
 from relaxlite.ir.symbolic import SymExpr, SymVar, smin, sym
 from relaxlite.ir.types import TensorType, TupleType, Type
-
-ACCEPTS = ("float32", "float64")
-
-
-class _Matrix:
-    """One matrix of a batch: element access by row and column."""
-
-    def __init__(self, buffer: Buffer, batch: Shape) -> None:
-        self.buffer, self.batch = buffer, batch
-
-    def __getitem__(self, at: tuple[SymExpr, ...]) -> Scalar:
-        place = (*self.batch, *at)
-        return Scalar(self.buffer[place])
-
-    def set(self, at: tuple[SymExpr, ...], value: Scalar, combine: str | None = None) -> Stmt:
-        return Store(self.buffer, (*self.batch, *at), value.cast(self.buffer.dtype).value, combine)
-
-
-def _local(name: str, dtype: str) -> _Matrix:
-    return _Matrix(Buffer.of(name, (1,), dtype, "local"), ())
-
-
-_AT = (sym(0),)
-
-
-def _allocate(variables: Iterable[_Matrix], body: Stmt) -> Stmt:
-    for variable in variables:
-        body = Allocate(variable.buffer, body)
-    return body
-
-
-def each_matrix(batch: Shape, make: Callable[..., Stmt]) -> Stmt:
-    """Loops over the matrices of a batch."""
-    return loops("bcdefg", batch, make)
-
-
-class _MatrixOp(Op):
-    """Base of ops on (..., m, n)."""
-
-    def matrices(self, x: Expr, name: str) -> TensorType:
-        """Check that an operand is a batch of matrices, and return its type."""
-        ty = self.tensor(x, name)
-        check_dtype(self, ty, ACCEPTS, name)
-        if (ty.rank or 0) < 2:
-            self.fail(f"{name} must have the dimensions of a matrix, got {ty}")
-        return ty
-
-    def square_checks(self, x: Buffer) -> Stmt:
-        return seq(*equality_checks(f"{self.name}: a matrix must be square", (x.shape[-2], x.shape[-1])))
 
 
 def _draw_regular(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
@@ -77,7 +28,7 @@ def _draw_regular(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 
 
 @register
-class Lu(_MatrixOp):
+class Lu(MatrixOp):
     """LU factorization with partial pivoting: (lu (..., m, n), pivots (..., k), rows (..., m), info (...)).
 
     k = min(m, n). lu holds U and, below the diagonal, L without its unit diagonal. Row pivots[t] was exchanged with row
@@ -95,17 +46,17 @@ class Lu(_MatrixOp):
 
     def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer, Buffer, Buffer]) -> Stmt:
         *batch, m, n = x.shape
-        size, where = _local("size", x.dtype), _local("where", "int64")
-        swap, row = _local("swap", x.dtype), _local("row", "int64")
+        size, where = Variable("size", x.dtype), Variable("where", "int64")
+        swap, row = Variable("swap", x.dtype), Variable("row", "int64")
 
         def factorize(*b: SymExpr) -> Stmt:
-            source, (lu, pivots, rows, info) = _Matrix(x, b), (_Matrix(y, b) for y in out)
+            source, (lu, pivots, rows, info) = Matrix(x, b), (Matrix(y, b) for y in out)
 
             def exchange(t: SymExpr, p: SymVar) -> Stmt:
                 move = loops("j", (n,), lambda j: seq(
-                    swap.set(_AT, lu[t, j]), lu.set((t, j), lu[p, j]), lu.set((p, j), swap[_AT])
+                    swap.set(lu[t, j]), lu.set((t, j), lu[p, j]), lu.set((p, j), swap.get())
                 ))  # fmt: skip
-                return seq(move, row.set(_AT, rows[(t,)]), rows.set((t,), rows[(p,)]), rows.set((p,), row[_AT]))
+                return seq(move, row.set(rows[(t,)]), rows.set((t,), rows[(p,)]), rows.set((p,), row.get()))
 
             def eliminate(t: SymExpr) -> Stmt:
                 def below(r: SymExpr) -> Stmt:
@@ -120,17 +71,17 @@ class Lu(_MatrixOp):
             def step(t: SymExpr) -> Stmt:
                 def consider(r: SymExpr) -> Stmt:
                     value = lu[t + 1 + r, t].abs()
-                    better = seq(size.set(_AT, value), where.set(_AT, index(t + 1 + r)))
-                    return IfThenElse((value > size[_AT]).value, better)
+                    better = seq(size.set(value), where.set(index(t + 1 + r)))
+                    return IfThenElse((value > size.get()).value, better)
 
                 p = SymVar("p")
                 singular = IfThenElse(info[()].equals(0).value, info.set((), index(t + 1)))
                 return seq(
-                    size.set(_AT, lu[t, t].abs()), where.set(_AT, index(t)), loops("r", (m - t - 1,), consider),
-                    LetIndex(p, where[_AT].value, seq(
+                    size.set(lu[t, t].abs()), where.set(index(t)), loops("r", (m - t - 1,), consider),
+                    LetIndex(p, where.get().value, seq(
                         pivots.set((t,), index(p)),
                         IfThenElse(index(p).differs(index(t)).value, exchange(t, p)),
-                        IfThenElse(size[_AT].equals(0.0).value, singular, eliminate(t)),
+                        IfThenElse(size.get().equals(0.0).value, singular, eliminate(t)),
                     )),
                 )  # fmt: skip
 
@@ -141,7 +92,7 @@ class Lu(_MatrixOp):
                 loops("t", (smin(m, n),), step),
             )
 
-        return _allocate((size, where, swap, row), each_matrix(tuple(batch), factorize))
+        return allocate((size, where, swap, row), each_matrix(tuple(batch), factorize))
 
     def reference(self, x: Any) -> Any:
         m, n = x.shape[-2:]
@@ -166,7 +117,7 @@ class Lu(_MatrixOp):
 
 
 @register
-class Cholesky(_MatrixOp):
+class Cholesky(MatrixOp):
     """Cholesky factorization x = L L^T of symmetric matrices, read from their lower triangle: (L, info int64 (...)).
 
     info is 0, or the order of the first leading part that is not positive definite; L is then NaN from there on.
@@ -181,35 +132,35 @@ class Cholesky(_MatrixOp):
 
     def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer]) -> Stmt:
         *batch, n, _ = x.shape
-        total = _local("total", "float64")
+        total = Variable("total")
 
         def factorize(*b: SymExpr) -> Stmt:
-            source, lower, info = _Matrix(x, b), _Matrix(out[0], b), _Matrix(out[1], b)
+            source, lower, info = Matrix(x, b), Matrix(out[0], b), Matrix(out[1], b)
 
             def remainder(i: SymExpr, j: SymExpr) -> Stmt:
                 def subtract(k: SymExpr) -> Stmt:
-                    return total.set(_AT, total[_AT] - (lower[i, k] * lower[j, k]).cast("float64"))
+                    return total.set(total.get() - (lower[i, k] * lower[j, k]).cast("float64"))
 
-                return seq(total.set(_AT, source[i, j].cast("float64")), loops("k", (j,), subtract))
+                return seq(total.set(source[i, j].cast("float64")), loops("k", (j,), subtract))
 
             def column(j: SymExpr) -> Stmt:
-                is_first = ~(total[_AT] > 0.0) & info[()].equals(0)
+                is_first = ~(total.get() > 0.0) & info[()].equals(0)
 
                 def below(r: SymExpr) -> Stmt:
                     i = j + 1 + r
-                    divided = lower.set((i, j), total[_AT] / lower[j, j].cast("float64"))
-                    return seq(remainder(i, j), divided, lower.set((j, i), Scalar(literal(0.0, x.dtype))))
+                    divided = lower.set((i, j), total.get() / lower[j, j].cast("float64"))
+                    return seq(remainder(i, j), divided, lower.set((j, i), 0.0))
 
                 return seq(
                     remainder(j, j),
                     IfThenElse(is_first.value, info.set((), index(j + 1))),
-                    lower.set((j, j), select(info[()] > 0, float("nan"), total[_AT].unary("sqrt"))),
+                    lower.set((j, j), select(info[()] > 0, float("nan"), total.get().unary("sqrt"))),
                     loops("r", (n - j - 1,), below),
                 )
 
             return seq(info.set((), index(0)), loops("j", (n,), column))
 
-        return seq(self.square_checks(x), _allocate((total,), each_matrix(tuple(batch), factorize)))
+        return seq(self.square_checks(x), allocate((total,), each_matrix(tuple(batch), factorize)))
 
     def reference(self, x: Any) -> Any:
         lower, info = np.zeros(x.shape, np.float64), np.zeros(x.shape[:-2], np.int64)
@@ -235,7 +186,7 @@ def _draw_positive(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 
 
 @register
-class SolveTriangular(_MatrixOp):
+class SolveTriangular(MatrixOp):
     """Solution of a y = b for triangular matrices a (..., n, n) and b (..., n, k), with equal batch dimensions.
 
     Only the triangle is read, and with `unit` not the diagonal, which is 1.
@@ -257,7 +208,7 @@ class SolveTriangular(_MatrixOp):
         checks = equality_checks("solve_triangular: sizes differ", *pairs, (a.shape[-1], n))
 
         def solve(*at: SymExpr) -> Stmt:
-            matrix, right, result = _Matrix(a, at), _Matrix(b, at), _Matrix(out, at)
+            matrix, right, result = Matrix(a, at), Matrix(b, at), Matrix(out, at)
 
             def row(s: SymExpr) -> Stmt:
                 i = n - 1 - s if upper else s
@@ -288,28 +239,28 @@ class SolveTriangular(_MatrixOp):
 
 
 def _reflect(
-    vector: Callable[[SymExpr], Scalar], tau: Scalar, target: _Matrix, t: SymExpr, rest: SymExpr, columns: SymExpr,
-    first: SymExpr, total: _Matrix,
+    vector: Callable[[SymExpr], Scalar], tau: Scalar, target: Matrix, t: SymExpr, rest: SymExpr, columns: SymExpr,
+    first: SymExpr, total: Variable,
 ) -> Stmt:  # fmt: skip
     """Apply I - tau v v^T, v = (1, vector(0), ...), to rows t and following of columns `first` and following."""
 
     def column(c: SymExpr) -> Stmt:
         j = first + c
         add = loops("r", (rest,), lambda r: total.set(
-            _AT, total[_AT] + (vector(r) * target[t + 1 + r, j]).cast("float64")
+            total.get() + (vector(r) * target[t + 1 + r, j]).cast("float64")
         ))  # fmt: skip
-        scaled = total.set(_AT, total[_AT] * tau.cast("float64"))
+        scaled = total.set(total.get() * tau.cast("float64"))
         update = loops("r", (rest,), lambda r: target.set(
-            (t + 1 + r, j), target[t + 1 + r, j].cast("float64") - vector(r).cast("float64") * total[_AT]
+            (t + 1 + r, j), target[t + 1 + r, j].cast("float64") - vector(r).cast("float64") * total.get()
         ))  # fmt: skip
-        top = target.set((t, j), target[t, j].cast("float64") - total[_AT])
-        return seq(total.set(_AT, target[t, j].cast("float64")), add, scaled, top, update)
+        top = target.set((t, j), target[t, j].cast("float64") - total.get())
+        return seq(total.set(target[t, j].cast("float64")), add, scaled, top, update)
 
     return loops("c", (columns,), column)
 
 
 @register
-class Geqrf(_MatrixOp):
+class Geqrf(MatrixOp):
     """Householder QR as in LAPACK: (a (..., m, n), tau (..., min(m, n))).
 
     a holds R and, below the diagonal, the reflectors without their first element 1.
@@ -325,10 +276,10 @@ class Geqrf(_MatrixOp):
 
     def lower(self, x: Buffer, *, out: tuple[Buffer, Buffer]) -> Stmt:
         *batch, m, n = x.shape
-        total, beta = _local("total", "float64"), _local("beta", "float64")
+        total, beta = Variable("total"), Variable("beta")
 
         def factorize(*b: SymExpr) -> Stmt:
-            source, a, tau = _Matrix(x, b), _Matrix(out[0], b), _Matrix(out[1], b)
+            source, a, tau = Matrix(x, b), Matrix(out[0], b), Matrix(out[1], b)
 
             def step(t: SymExpr) -> Stmt:
                 rest = m - t - 1
@@ -338,28 +289,28 @@ class Geqrf(_MatrixOp):
                     value = a[t + 1 + r, t].cast("float64")
                     return value * value
 
-                length = (wide * wide + total[_AT]).unary("sqrt")
+                length = (wide * wide + total.get()).unary("sqrt")
                 reflector = seq(
-                    beta.set(_AT, select(a[t, t] < 0.0, length, -length)),
-                    tau.set((t,), (beta[_AT] - wide) / beta[_AT]),
+                    beta.set(select(a[t, t] < 0.0, length, -length)),
+                    tau.set((t,), (beta.get() - wide) / beta.get()),
                     loops("r", (rest,), lambda r: a.set(
-                        (t + 1 + r, t), a[t + 1 + r, t].cast("float64") / (wide - beta[_AT])
+                        (t + 1 + r, t), a[t + 1 + r, t].cast("float64") / (wide - beta.get())
                     )),
-                    a.set((t, t), beta[_AT]),
+                    a.set((t, t), beta.get()),
                     _reflect(lambda r: a[t + 1 + r, t], tau[(t,)], a, t, rest, n - t - 1, t + 1, total),
                 )  # fmt: skip
                 return seq(
-                    total.set(_AT, Scalar(literal(0.0, "float64"))),
-                    loops("r", (rest,), lambda r: total.set(_AT, total[_AT] + square(r))),
+                    total.set(0.0),
+                    loops("r", (rest,), lambda r: total.set(total.get() + square(r))),
                     IfThenElse(
-                        total[_AT].equals(0.0).value, tau.set((t,), Scalar(literal(0.0, x.dtype))), reflector
+                        total.get().equals(0.0).value, tau.set((t,), 0.0), reflector
                     ),
                 )  # fmt: skip
 
             copy = loops("ij", (m, n), lambda i, j: a.set((i, j), source[i, j]))
             return seq(copy, loops("t", (smin(m, n),), step))
 
-        return _allocate((total, beta), each_matrix(tuple(batch), factorize))
+        return allocate((total, beta), each_matrix(tuple(batch), factorize))
 
     def reference(self, x: Any) -> Any:
         m, n = x.shape[-2:]
@@ -383,7 +334,7 @@ class Geqrf(_MatrixOp):
 
 
 @register
-class HouseholderProduct(_MatrixOp):
+class HouseholderProduct(MatrixOp):
     """The first n columns of the product of reflectors I - tau v v^T, as `geqrf` gives them in a (..., m, n)."""
 
     name = "householder_product"
@@ -397,10 +348,10 @@ class HouseholderProduct(_MatrixOp):
 
     def lower(self, a: Buffer, tau: Buffer, *, out: Buffer) -> Stmt:
         *batch, m, n = a.shape
-        total, count = _local("total", "float64"), tau.shape[-1]
+        total, count = Variable("total"), tau.shape[-1]
 
         def multiply(*b: SymExpr) -> Stmt:
-            vectors, factors, result = _Matrix(a, b), _Matrix(tau, b), _Matrix(out, b)
+            vectors, factors, result = Matrix(a, b), Matrix(tau, b), Matrix(out, b)
 
             def step(s: SymExpr) -> Stmt:
                 t = count - 1 - s
@@ -416,7 +367,7 @@ class HouseholderProduct(_MatrixOp):
         checks = equality_checks("householder_product: batches of tau and a", *pairs)
         fits = (index(count) <= index(m)) & (index(count) <= index(n))
         within = Check(fits.value, f"householder_product: {count} reflections of {m} x {n} matrices")
-        return seq(*checks, within, _allocate((total,), each_matrix(tuple(batch), multiply)))
+        return seq(*checks, within, allocate((total,), each_matrix(tuple(batch), multiply)))
 
     def reference(self, a: Any, tau: Any) -> Any:
         m, n = a.shape[-2:]
@@ -435,7 +386,7 @@ _TERMS = 16  # of the Taylor series: 0.5 ** 17 / 17! is below the precision of f
 
 
 @register
-class MatrixExp(_MatrixOp):
+class MatrixExp(MatrixOp):
     """The matrix exponential, by a Taylor series of x / 2**s with norm <= 1/2, squared s times, in float64."""
 
     name = "matrix_exp"
@@ -446,28 +397,26 @@ class MatrixExp(_MatrixOp):
 
     def lower(self, x: Buffer, *, out: Buffer) -> Stmt:
         *batch, n, _ = x.shape
-        scaled, power, next_power = (
-            _Matrix(Buffer.of(name, (n, n), "float64"), ()) for name in ("scaled", "power", "next")
-        )
-        norm, total = _local("norm", "float64"), _local("total", "float64")
+        scaled, power, next_power = (workspace(name, n, n) for name in ("scaled", "power", "next"))
+        norm, total = Variable("norm"), Variable("total")
 
-        def multiply(a: _Matrix, b: _Matrix, result: _Matrix) -> Stmt:
+        def multiply(a: Matrix, b: Matrix, result: Matrix) -> Stmt:
             def element(i: SymExpr, j: SymExpr) -> Stmt:
-                add = loops("k", (n,), lambda k: total.set(_AT, total[_AT] + a[i, k] * b[k, j]))
-                return seq(total.set(_AT, Scalar(literal(0.0, "float64"))), add, result.set((i, j), total[_AT]))
+                add = loops("k", (n,), lambda k: total.set(total.get() + a[i, k] * b[k, j]))
+                return seq(total.set(0.0), add, result.set((i, j), total.get()))
 
             return loops("ij", (n, n), element)
 
         def exponential(*b: SymExpr) -> Stmt:
-            source, result = _Matrix(x, b), _Matrix(out, b)
+            source, result = Matrix(x, b), Matrix(out, b)
             zero, one = Scalar(literal(0.0, "float64")), Scalar(literal(1.0, "float64"))
             column_sum = lambda j: seq(  # noqa: E731
-                total.set(_AT, zero),
-                loops("i", (n,), lambda i: total.set(_AT, total[_AT] + source[i, j].abs().cast("float64"))),
-                norm.set(_AT, norm[_AT].maximum(total[_AT])),
+                total.set(zero),
+                loops("i", (n,), lambda i: total.set(total.get() + source[i, j].abs().cast("float64"))),
+                norm.set(norm.get().maximum(total.get())),
             )
             squarings, q = SymVar("squarings", lower=0), SymVar("q", lower=0)
-            halvings = (norm[_AT].unary("log") * (1 / np.log(2.0))).unary("ceil") + 1.0
+            halvings = (norm.get().unary("log") * (1 / np.log(2.0))).unary("ceil") + 1.0
             count = halvings.maximum(0.0).minimum(1100.0).cast("int64")
             factor = (-index(squarings, "float64")).exp2()
 
@@ -490,10 +439,10 @@ class MatrixExp(_MatrixOp):
                 For(q, squarings, square),
                 loops("ij", (n, n), lambda i, j: result.set((i, j), power[i, j])),
             )
-            return seq(norm.set(_AT, zero), loops("j", (n,), column_sum), LetIndex(squarings, count.value, body))
+            return seq(norm.set(zero), loops("j", (n,), column_sum), LetIndex(squarings, count.value, body))
 
         body = each_matrix(tuple(batch), exponential)
-        return seq(self.square_checks(x), _allocate((scaled, power, next_power, norm, total), body))
+        return seq(self.square_checks(x), allocate((scaled, power, next_power, norm, total), body))
 
     def reference(self, x: Any) -> Any:
         wide = x.astype(np.float64) / 1024
@@ -523,22 +472,22 @@ class PivotRows(Op):
         return TensorType.of((*ty.shape[:-1], rows), "int64")
 
     def lower(self, pivots: Buffer, count: Shape, *, out: Buffer) -> Stmt:
-        row = _local("row", "int64")
+        row = Variable("row", "int64")
 
         def order(*b: SymExpr) -> Stmt:
-            rows = _Matrix(out, b)
+            rows = Matrix(out, b)
 
             def exchange(t: SymExpr) -> Stmt:
                 p = SymVar("p")
-                swap = seq(row.set(_AT, rows[(t,)]), rows.set((t,), rows[(p,)]), rows.set((p,), row[_AT]))
+                swap = seq(row.set(rows[(t,)]), rows.set((t,), rows[(p,)]), rows.set((p,), row.get()))
                 inside = (index(p) >= 0) & (index(p) < index(count[0])) & (index(t) < index(count[0]))
                 check = Check(inside.value, "pivot_rows: a pivot is out of range")
-                return LetIndex(p, _Matrix(pivots, b)[(t,)].value, seq(check, swap))
+                return LetIndex(p, Matrix(pivots, b)[(t,)].value, seq(check, swap))
 
             start = loops("i", (count[0],), lambda i: rows.set((i,), index(i)))
             return seq(start, loops("t", (pivots.shape[-1],), exchange))
 
-        return _allocate((row,), each_matrix(pivots.shape[:-1], order))
+        return allocate((row,), each_matrix(pivots.shape[:-1], order))
 
     def reference(self, pivots: Any, count: tuple[int, ...]) -> Any:
         rows = np.broadcast_to(np.arange(count[0]), (*pivots.shape[:-1], count[0])).copy()

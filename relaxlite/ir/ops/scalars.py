@@ -9,14 +9,27 @@ Python numbers take the dtype of the other operand. `/` is true division; intege
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.dtypes import DType
-from relaxlite.ir.program import Binary, Cast, Compare, IndexValue, Literal, Select, Unary, Value
+from relaxlite.ir.program import (
+    Allocate,
+    Binary,
+    Buffer,
+    Cast,
+    Compare,
+    IndexValue,
+    Literal,
+    Select,
+    Stmt,
+    Store,
+    Unary,
+    Value,
+)
 from relaxlite.ir.symbolic import IntLike, SymExpr, sym
 from relaxlite.records import dataclass
 
@@ -157,6 +170,35 @@ def select(cond: Scalar, then: Operand, other: Operand) -> Scalar:
     like = then if isinstance(then, Scalar) else other
     assert isinstance(like, Scalar)
     return Scalar(Select(cond.value, like.wrap(then), like.wrap(other)))
+
+
+class Variable:
+    """A local variable of a scalar dtype, which `allocate` must enclose."""
+
+    def __init__(self, name: str, dtype: DType = "float64") -> None:
+        self.buffer = Buffer.of(name, (1,), dtype, "local")
+
+    def get(self) -> Scalar:
+        return Scalar(self.buffer[0])
+
+    def set(self, value: Scalar | Number) -> Stmt:
+        """Build the assignment of a value, cast to the variable's dtype."""
+        dtype = self.buffer.dtype
+        new = value.cast(dtype) if isinstance(value, Scalar) else Scalar(literal(value, dtype))
+        return Store(self.buffer, (sym(0),), new.value)
+
+
+class HasBuffer(Protocol):
+    """A variable, or a matrix of workspace."""
+
+    buffer: Buffer
+
+
+def allocate(variables: Iterable[HasBuffer], body: Stmt) -> Stmt:
+    """Build a statement with the memory of its variables."""
+    for variable in variables:
+        body = Allocate(variable.buffer, body)
+    return body
 
 
 def all_of(conditions: list[Scalar]) -> Scalar:

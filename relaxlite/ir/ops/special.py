@@ -1,8 +1,6 @@
 """Special functions of one operand: error functions, normal distribution, gamma function.
 
-All are computed in float64 and rounded once to the dtype of x. Coefficients: M. J. Wichura, "Algorithm AS 241: The
-Percentage Points of the Normal Distribution", 1988; the Cephes Mathematical Library, copyright 1984-2000 by Stephen L.
-Moshier, under the BSD license.
+All are computed in float64 and rounded once to the dtype of x. Coefficients: special_tables.py.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import numpy as np
 from relaxlite.dtypes import DType
 from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Op, Sample, register_op
+from relaxlite.ir.ops import special_tables as tables
 from relaxlite.ir.ops.elementwise import FLOAT, check_dtype
 from relaxlite.ir.ops.scalars import Operand, Scalar, select
 from relaxlite.ir.program import Allocate, Buffer, Stmt, Store, loops, seq
@@ -92,9 +91,13 @@ def horner(x: Scalar, coefficients: Sequence[float]) -> Scalar:
     return total
 
 
-def chebyshev(x: Scalar, coefficients: Sequence[float], let: Let) -> Scalar:
-    """Evaluate a Chebyshev series of x / 2, highest order first, by Clenshaw's recurrence."""
-    x = let(x)
+Series = tuple[float, float, Sequence[float]]  # the range of a Chebyshev series, and its coefficients
+
+
+def chebyshev(x: Scalar, series: Series, let: Let) -> Scalar:
+    """Evaluate a Chebyshev series by Clenshaw's recurrence; the coefficient of order 0 comes last and counts half."""
+    low, high, coefficients = series
+    x = let(x * (4 / (high - low)) - 2 * (high + low) / (high - low))
     b0, b1, b2 = x * 0.0 + coefficients[0], x * 0.0, x * 0.0
     for c in coefficients[1:]:
         b0, b1, b2 = let(x * b0 - b1 + c), b0, b1
@@ -139,34 +142,12 @@ def special(name: str, doc: str, formula: Formula, domain: tuple[float, float] =
     register_op(type(f"Special_{name}", (SpecialOp,), members)())
 
 
-# The complementary error function as exp(-x^2) times a rational function, from 1 to 8 and beyond (Cephes, ndtr.c).
-
-_ERFC_P = (
-    2.46196981473530512524e-10, 5.64189564831068821977e-1, 7.46321056442269912687e0, 4.86371970985681366614e1,
-    1.96520832956077098242e2, 5.26445194995477358631e2, 9.34528527171957607540e2, 1.02755188689515710272e3,
-    5.57535335369399327526e2,
-)  # fmt: skip
-_ERFC_Q = (
-    1.0, 1.32281951154744992508e1, 8.67072140885989742329e1, 3.54937778887819891062e2, 9.75708501743205489753e2,
-    1.82390916687909736289e3, 2.24633760818710981792e3, 1.65666309194161350182e3, 5.57535340817727675546e2,
-)  # fmt: skip
-_ERFC_R = (
-    5.64189583547755073984e-1, 1.27536670759978104416e0, 5.01905042251180477414e0, 6.16021097993053585195e0,
-    7.40974269950448939160e0, 2.97886665372100240670e0,
-)  # fmt: skip
-_ERFC_S = (
-    1.0, 2.26052863220117276590e0, 9.39603524938001434673e0, 1.20489539808096656605e1, 1.70814450747565897222e1,
-    9.60896809063285878198e0, 3.36907645100081516050e0,
-)  # fmt: skip
+# Error functions
 
 
 def _scaled_tail(x: Scalar, let: Let) -> Scalar:
     """exp(x^2) erfc(x) for x >= 1."""
-    near = let(x.minimum(8.0))
-    below = horner(near, _ERFC_P) / horner(near, _ERFC_Q)
-    far = let(x.minimum(1e8))  # beyond, 1 / (x sqrt(pi)) is exact to the last place
-    above = horner(far, _ERFC_R) / horner(far, _ERFC_S)
-    return let(choose(x < 8.0, below, choose(x > 1e8, 1 / (x * math.sqrt(PI)), above)))
+    return let(chebyshev(5.0 / (x + 4.0), tables.ERFC_TAIL, let) / x)
 
 
 def erfc(x: Scalar, let: Let) -> Scalar:
@@ -188,40 +169,14 @@ def log_ndtr(x: Scalar, let: Let) -> Scalar:
     return choose(x < -1.0, below, (erfc(t, let) * -0.5).log1p())
 
 
-# The inverse of the normal distribution function (Wichura, algorithm PPND16), lowest power first.
-
-_CENTER = (
-    (3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3, 1.3731693765509461125e4,
-     4.5921953931549871457e4, 6.7265770927008700853e4, 3.3430575583588128105e4, 2.5090809287301226727e3),
-    (1.0, 4.2313330701600911252e1, 6.8718700749205790830e2, 5.3941960214247511077e3, 2.1213794301586595867e4,
-     3.9307895800092710610e4, 2.8729085735721942674e4, 5.2264952788528545610e3),
-)  # fmt: skip
-_SIDE = (
-    (1.42343711074968357734e0, 4.63033784615654529590e0, 5.76949722146069140550e0, 3.64784832476320460504e0,
-     1.27045825245236838258e0, 2.41780725177450611770e-1, 2.27238449892691845833e-2, 7.74545014278341407640e-4),
-    (1.0, 2.05319162663775882187e0, 1.67638483018380384940e0, 6.89767334985100004550e-1, 1.48103976427480074590e-1,
-     1.51986665636164571966e-2, 5.47593808499534494600e-4, 1.05075007164441684324e-9),
-)  # fmt: skip
-_TAIL = (
-    (6.65790464350110377720e0, 5.46378491116411436990e0, 1.78482653991729133580e0, 2.96560571828504891230e-1,
-     2.65321895265761230930e-2, 1.24266094738807843860e-3, 2.71155556874348757815e-5, 2.01033439929228813265e-7),
-    (1.0, 5.99832206555887937690e-1, 1.36929880922735805310e-1, 1.48753612908506148525e-2, 7.86869131145613259100e-4,
-     1.84631831751005468180e-5, 1.42151175831644588870e-7, 2.04426310338993978564e-15),
-)  # fmt: skip
-
-
-def _ratio(x: Scalar, tables: tuple[Sequence[float], Sequence[float]], let: Let) -> Scalar:
-    above, below = tables
-    x = let(x)
-    return horner(x, above[::-1]) / horner(x, below[::-1])
-
-
 def _normal_quantile(center: Scalar, tail: Scalar, let: Let) -> Scalar:
     """Quantile of the normal distribution at p, by center = p - 1/2 and tail = min(p, 1 - p)."""
     center, tail = let(center), let(tail)
-    middle = center * _ratio(0.180625 - center * center, _CENTER, let)
+    middle = center * chebyshev(center * center, tables.QUANTILE_CENTER, let)
     r = let((-(tail.unary("log"))).unary("sqrt"))
-    outer = choose(r < 5.0, _ratio(r - 1.6, _SIDE, let), _ratio(r.minimum(40.0) - 5.0, _TAIL, let))
+    inverse = let(1.0 / r)
+    side = chebyshev(inverse.maximum(0.2), tables.QUANTILE_SIDE, let)
+    outer = r * choose(r < 5.0, side, chebyshev(inverse.minimum(0.2), tables.QUANTILE_TAIL, let))
     outer = let(choose(tail.equals(0.0), math.inf, outer))
     return choose(center.abs() < 0.425, middle, choose(center < 0.0, -outer, outer))
 

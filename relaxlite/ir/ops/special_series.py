@@ -14,10 +14,10 @@ from relaxlite.ir.expr import Expr
 from relaxlite.ir.op import Attr, Op, Sample, register
 from relaxlite.ir.ops.broadcast import broadcast_checks, broadcast_index, broadcast_shapes
 from relaxlite.ir.ops.elementwise import FLOAT, INTEGER, check_dtype
-from relaxlite.ir.ops.scalars import Scalar, index, literal, select
+from relaxlite.ir.ops.scalars import Scalar, Variable, allocate, index, literal, select
 from relaxlite.ir.ops.special import Bindings, log_gamma
-from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, LetIndex, Stmt, Store, loops, seq
-from relaxlite.ir.symbolic import SymExpr, SymVar, sym
+from relaxlite.ir.program import Buffer, For, IfThenElse, LetIndex, Stmt, Store, loops, seq
+from relaxlite.ir.symbolic import SymExpr, SymVar
 from relaxlite.ir.types import TensorType, Type
 
 StoreResult = Callable[[Scalar], Stmt]
@@ -50,35 +50,17 @@ class _PairOp(Op):
         raise NotImplementedError
 
 
-def _local(name: str, dtype: DType = "float64") -> Buffer:
-    return Buffer.of(name, (1,), dtype, "local")
-
-
-def _get(buffer: Buffer) -> Scalar:
-    return Scalar(buffer[0])
-
-
-def _set(buffer: Buffer, value: Scalar | float) -> Stmt:
-    new = value if isinstance(value, Scalar) else Scalar(literal(value, buffer.dtype))
-    return Store(buffer, (sym(0),), new.value)
-
-
-def _allocate(buffers: Iterable[Buffer], body: Stmt) -> Stmt:
-    for buffer in buffers:
-        body = Allocate(buffer, body)
-    return body
-
-
 def _repeat(count: Scalar, body: Callable[[SymVar], Stmt]) -> Stmt:
     """Loop as often as data say: the integer part of `count`, at least 0 times."""
     times, step = SymVar("times", lower=0), SymVar("step", lower=0)
     return LetIndex(times, count.maximum(0.0).cast("int64").value, For(step, times, body(step)))
 
 
-_ZETA_TAIL = (  # (2k)! / B(2k): denominators of the terms of Euler and Maclaurin
-    12.0, -720.0, 30240.0, -1209600.0, 47900160.0, -1.8924375803183791606e9, 7.47242496e10, -2.950130727918164224e12,
-    1.1646782814350067249e14, -4.5979787224074726105e15, 1.8152105401943546773e17, -7.1661652561756670113e18,
+_BERNOULLI = (  # B(2), B(4), ..., B(24)
+    1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6, -3617 / 510, 43867 / 798, -174611 / 330, 854513 / 138,
+    -236364091 / 2730,
 )  # fmt: skip
+_ZETA_TAIL = tuple(math.factorial(2 * k) / b for k, b in enumerate(_BERNOULLI, 1))  # what terms are divided by
 
 
 @register
@@ -92,7 +74,7 @@ class Zeta(_PairOp):
     operands = ("x", "q")
 
     def element(self, a: Scalar, b: Scalar, store: StoreResult, **attrs: Any) -> Stmt:
-        x, q, total = a, b, _local("total")
+        x, q, total = a, b, Variable("total")
         floor = q.unary("floor")
         is_pole = x.equals(1.0) | ((q < 0.5) & q.equals(floor))
         is_invalid = (x < 1.0) | ((q < 0.0) & x.differs(x.unary("floor"))) | x.differs(x) | q.differs(q)
@@ -105,9 +87,9 @@ class Zeta(_PairOp):
             rising = rising * (x + (2 * k + 1)) * (x + (2 * k + 2))
             scale = scale / w / w
         tail = select(power.equals(0.0), 0.0, tail)
-        result = select(is_pole & ~(x < 1.0), math.inf, select(is_invalid, math.nan, _get(total) + tail))
-        term = _repeat(count, lambda k: _set(total, _get(total) + (q + index(k, "float64")).binary("pow", -x)))
-        return Allocate(total, seq(_set(total, 0.0), term, store(result)))
+        result = select(is_pole & ~(x < 1.0), math.inf, select(is_invalid, math.nan, total.get() + tail))
+        term = _repeat(count, lambda k: total.set(total.get() + (q + index(k, "float64")).binary("pow", -x)))
+        return allocate((total,), seq(total.set(0.0), term, store(result)))
 
     def reference(self, x: Any, q: Any) -> Any:
         return np.frompyfunc(_zeta, 2, 1)(x.astype(np.float64), q.astype(np.float64)).astype(x.dtype)
@@ -143,16 +125,16 @@ class _IncompleteGamma(_PairOp):
     is_upper: ClassVar[bool]
 
     def element(self, a: Scalar, b: Scalar, store: StoreResult, **attrs: Any) -> Stmt:
-        x, lower, let = b, _local("lower"), Bindings()
+        x, lower, let = b, Variable("lower"), Bindings()
         factor = (a * x.unary("log") - x - log_gamma(a, let)).exp()
         is_regular = (a > 0.0) & (x > 0.0) & (a < math.inf) & (x < math.inf)
         count = select(is_regular, a.minimum(1e12).unary("sqrt") * 10.0 + 150.0, 0.0)
-        part = select(is_regular, _get(lower) * factor, _limit(a, x, self.is_upper))
+        part = select(is_regular, lower.get() * factor, _limit(a, x, self.is_upper))
         is_low = x < a + 1.0
         complement = 1.0 - part
         value = select(is_regular & (~is_low if not self.is_upper else is_low), complement, part)
         series, fraction = _gamma_series(a, x, count, lower), _gamma_fraction(a, x, count, lower)
-        return Allocate(lower, seq(IfThenElse(is_low.value, series, fraction), let.around(store(value))))
+        return allocate((lower,), seq(IfThenElse(is_low.value, series, fraction), let.around(store(value))))
 
     def reference(self, a: Any, x: Any) -> Any:
         lower = np.frompyfunc(_lower_gamma, 2, 1)(a.astype(np.float64), x.astype(np.float64)).astype(np.float64)
@@ -175,20 +157,20 @@ def _limit(a: Scalar, x: Scalar, is_upper: bool) -> Scalar:
     return select(is_invalid, math.nan, value)
 
 
-def _gamma_series(a: Scalar, x: Scalar, count: Scalar, result: Buffer) -> Stmt:
+def _gamma_series(a: Scalar, x: Scalar, count: Scalar, result: Variable) -> Stmt:
     """Build result = sum of x**k / (a (a + 1) ... (a + k))."""
-    term = _local("term")
+    term = Variable("term")
 
     def add(k: SymVar) -> Stmt:
-        next_term = _get(term) * x / (a + (index(k, "float64") + 1.0))
-        return seq(_set(term, next_term), _set(result, _get(result) + _get(term)))
+        next_term = term.get() * x / (a + (index(k, "float64") + 1.0))
+        return seq(term.set(next_term), result.set(result.get() + term.get()))
 
-    return Allocate(term, seq(_set(term, 1.0 / a), _set(result, 1.0 / a), _repeat(count, add)))
+    return allocate((term,), seq(term.set(1.0 / a), result.set(1.0 / a), _repeat(count, add)))
 
 
-def _gamma_fraction(a: Scalar, x: Scalar, count: Scalar, result: Buffer) -> Stmt:
+def _gamma_fraction(a: Scalar, x: Scalar, count: Scalar, result: Variable) -> Stmt:
     """Build result = 1 / (x + 1 - a - 1 (1 - a) / (x + 3 - a - 2 (2 - a) / (x + 5 - a - ...)))."""
-    above, below, tiny = _local("above"), _local("below"), 1e-300
+    above, below, tiny = Variable("above"), Variable("below"), 1e-300
 
     def nonzero(value: Scalar) -> Scalar:
         return select(value.abs() < tiny, tiny, value)
@@ -197,14 +179,14 @@ def _gamma_fraction(a: Scalar, x: Scalar, count: Scalar, result: Buffer) -> Stmt
         n = index(k, "float64") + 1.0
         numerator, denominator = n * (a - n), x + 1.0 - a + n * 2.0
         return seq(
-            _set(below, 1.0 / nonzero(numerator * _get(below) + denominator)),
-            _set(above, nonzero(denominator + numerator / _get(above))),
-            _set(result, _get(result) * _get(above) * _get(below)),
+            below.set(1.0 / nonzero(numerator * below.get() + denominator)),
+            above.set(nonzero(denominator + numerator / above.get())),
+            result.set(result.get() * above.get() * below.get()),
         )
 
     first = 1.0 / nonzero(x + 1.0 - a)
-    start = seq(_set(above, 1 / tiny), _set(below, first), _set(result, first))
-    return _allocate((above, below), seq(start, _repeat(count, step)))
+    start = seq(above.set(1 / tiny), below.set(first), result.set(first))
+    return allocate((above, below), seq(start, _repeat(count, step)))
 
 
 def _lower_gamma(a: float, x: float) -> float:
@@ -274,17 +256,17 @@ class OrthogonalPolynomial(_PairOp):
         x, degree = a, b.unary("trunc")
         limit = attrs["limit"]
         is_beyond = Scalar(literal(False, "bool")) if limit is None else degree > float(limit)
-        before, current, following = _local("before"), _local("current"), _local("following")
+        before, current, following = Variable("before"), Variable("current"), Variable("following")
 
         def step(k: SymVar) -> Stmt:
-            value = recurrence(x, index(k, "float64") + 1.0, _get(before), _get(current))
-            return seq(_set(following, value), _set(before, _get(current)), _set(current, _get(following)))
+            value = recurrence(x, index(k, "float64") + 1.0, before.get(), current.get())
+            return seq(following.set(value), before.set(current.get()), current.set(following.get()))
 
         count = select(is_beyond, 0.0, degree - 1.0)
-        result = select(degree < 0.0, 0.0, select(degree.equals(0.0), 1.0, _get(current)))
+        result = select(degree < 0.0, 0.0, select(degree.equals(0.0), 1.0, current.get()))
         result = select(is_beyond, math.nan, result)
-        start = seq(_set(before, 1.0), _set(current, first(x)))
-        return _allocate((before, current, following), seq(start, _repeat(count, step), store(result)))
+        start = seq(before.set(1.0), current.set(first(x)))
+        return allocate((before, current, following), seq(start, _repeat(count, step), store(result)))
 
     def reference(self, x: Any, n: Any, *, family: str, limit: int | None) -> Any:
         first, recurrence = _FAMILIES[family]
@@ -316,13 +298,13 @@ class GreatestCommonDivisor(_PairOp):
     accepts = INTEGER
 
     def element(self, a: Scalar, b: Scalar, store: StoreResult, **attrs: Any) -> Stmt:
-        u, v, rest = (_local(name, a.dtype) for name in ("u", "v", "rest"))
+        u, v, rest = (Variable(name, a.dtype) for name in ("u", "v", "rest"))
         divide = seq(
-            _set(rest, _get(u).binary("fmod", _get(v))), _set(u, _get(v)), _set(v, _get(rest))
+            rest.set(u.get().binary("fmod", v.get())), u.set(v.get()), v.set(rest.get())
         )  # fmt: skip
         steps = int(1.45 * 8 * dtypes.itemsize(a.dtype)) + 2  # of consecutive Fibonacci numbers, the worst case
-        loop = loops("s", (steps,), lambda s: IfThenElse(_get(v).differs(0).value, divide))
-        return _allocate((u, v, rest), seq(_set(u, a), _set(v, b), loop, store(_get(u).abs())))
+        loop = loops("s", (steps,), lambda s: IfThenElse(v.get().differs(0).value, divide))
+        return allocate((u, v, rest), seq(u.set(a), v.set(b), loop, store(u.get().abs())))
 
     def reference(self, a: Any, b: Any) -> Any:
         return np.gcd(a, b)

@@ -30,8 +30,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.legalize import ProgramTable
 from relaxlite.passes.loops.merge_calls import CallSite, DefUsePositions, ProgramInstances, call_sites, map_blocks, stem
 from relaxlite.passes.loops.pattern import LoopPattern, analyze, perfect_nest, reduction_of, top_stages
-from relaxlite.passes.products.constant_weights import WeightStrategy
-from relaxlite.passes.products.weight_strategies import ProductStrategies, strategies_fit_for
+from relaxlite.passes.products.constant_weights import ProductStrategies, WeightStrategy, strategies_fit_for
 from relaxlite.records import dataclass
 
 MAX_CALLS = 8  # per group: bounds the code size

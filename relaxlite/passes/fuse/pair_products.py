@@ -30,9 +30,8 @@ from relaxlite.passes.loops.legalize import ProgramTable
 from relaxlite.passes.loops.merge_calls import CallSite, ProgramInstances, call_sites, map_blocks, stem
 from relaxlite.passes.loops.pattern import Reduction, perfect_nest, reduction_of, top_stages
 from relaxlite.passes.loops.transforms import nest
-from relaxlite.passes.products.constant_weights import WeightStrategy
+from relaxlite.passes.products.constant_weights import ProductStrategies, WeightStrategy, strategy_for
 from relaxlite.passes.products.reduction import reduction_block
-from relaxlite.passes.products.weight_strategies import ProductStrategies, strategy_for
 from relaxlite.target import Target
 
 _ANALYZER = Analyzer()

@@ -37,6 +37,7 @@ from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.graph.weight_values import Scaled, WeightEvaluator
+from relaxlite.passes.products.strategy_table import DOT_INT8, DOT_INT16
 from relaxlite.records import dataclass
 
 MAX_ROWS = (2**31 - 1) // (255 * 255)  # of the weights: sums fit int32, zero points included
@@ -100,13 +101,15 @@ class _ByteProducts(Rewriter):
         """The replacement of an op by the target's integer dot products, or None, and its reason."""
         target, rules = self._context.target, {"matmul_integer": self._matmul_pairs, "conv_integer": self._conv_pairs}
         reason = "two products of 16 bits are one instruction, and their sums are exact"
-        if target.has_dp4a:
+        if DOT_INT8.lacking(target) is None:
             rules = {
                 "matmul": self._matmul, "matmul_integer": self._matmul_integer,
                 "conv": self._conv, "conv_integer": self._conv_integer,
             }  # fmt: skip
             reason = "its operands are bytes, and sums of their products are exact"
-        rule = rules.get(name) if target.has_dp4a or target.has_maddubs else None
+        elif DOT_INT16.lacking(target) is not None:
+            rules = {}
+        rule = rules.get(name)
         return (None if rule is None else rule(call)), reason
 
     def _matmul(self, call: Call) -> Expr | None:

@@ -22,24 +22,24 @@ from typing import Any
 from relaxlite.ir.expr import Attrs, Call, Expr, TupleGetItem, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
-from relaxlite.ir.ops.block_codes import Coding
-from relaxlite.ir.ops.block_quantized import CODE_BITS, MAX_BLOCK_ROWS
+from relaxlite.ir.ops.block_codes import Coding, RotatedCoding
 from relaxlite.ir.ops.broadcast import PROVER
-from relaxlite.ir.symbolic import SymExpr, product
+from relaxlite.ir.symbolic import IntLike, SymExpr, product, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.context import PassContext
+from relaxlite.passes.products.contraction import Contraction, Encoding
+from relaxlite.passes.products.strategy import Precision, Strategy, allowed_of, candidates
+from relaxlite.passes.products.strategy_table import REQUESTED_BLOCKS, ROTATED_BLOCKS, ROUNDED_BLOCKS, TABLE
 from relaxlite.target import Target
 
 LOW_BITS: Mapping[str, int] = {"int8": 0, "int12": 4, "int16": 8}
 """Bits of an activation below its upper eight, by precision."""
-_DEFAULT = LOW_BITS["int12"]
 _ROTATION = 8  # dp4a groups per rotation with dp4a, if the codes have enough headroom
 _MIN_ROTATION = 4  # dp4a groups for which 8-bit activations are accurate enough
 _PAIRED_ROTATION = (
     4  # with maddubs: 16 bits hold a sum of two products after a rotation of 4 groups, one product after 8
 )
-_PAIRED_BITS = 7  # of codes whose products maddubs sums in pairs without overflow (codegen/llvm/maddubs.py)
 
 
 def integer_products(module: IRModule, context: PassContext) -> IRModule:
@@ -47,35 +47,21 @@ def integer_products(module: IRModule, context: PassContext) -> IRModule:
 
     The precision of the context decides whether, and to how many bits activations are quantized.
     """
-    rounding = _rounding(context.target, context.precision)
-    if rounding is None:
+    strategy = _strategy(context.precision)
+    if strategy.lacking(context.target, Precision(context.precision)) is not None:
         return module
-    return map_functions(module, lambda f: _IntegerProducts(context, *rounding).function(f))
+    return map_functions(module, lambda f: _IntegerProducts(context).function(f))
 
 
-def _rounding(target: Target, precision: str) -> tuple[int, int] | None:
-    """(bits of activations below the upper eight, maximum bits of codes); None: products stay in floating point."""
-    if precision in ("auto", "bf16") and (target.has_dp4a or target.has_maddubs):
-        return _DEFAULT, max(CODE_BITS) if target.has_dp4a else _PAIRED_BITS
-    return (LOW_BITS[precision], max(CODE_BITS)) if precision in LOW_BITS else None
+def blocked_contraction(coding: Coding | RotatedCoding, block: int, depth: IntLike, columns: IntLike) -> Contraction:
+    """The product of float32 rows and a weight (depth, columns) of this coding and block length in rows."""
+    w = Encoding("blocked", coding.max_value.bit_length(), block)
+    return Contraction("matmul", None, sym(columns), sym(depth), Encoding.of_dtype("float32"), w)
 
 
-def _problem(coding: Coding, block: int, max_bits: int) -> str | None:
-    """Why products with such codes and block length stay in floating point; None: they can be integer products.
-
-    `most_bits`: maximum bits of codes.
-    """
-    if block > MAX_BLOCK_ROWS:
-        return f"the sums of blocks of {block} rows may not fit into 32 bits; at most {MAX_BLOCK_ROWS} do"
-    if (bits := coding.max_value.bit_length()) > max_bits:
-        return f"this processor multiplies codes of {bits} bits faster as floats"
-    return None
-
-
-def uses_integer_products(coding: Coding, block: int, target: Target, precision: str) -> bool:
-    """Whether products with weights of this coding and block length (in rows) become integer products."""
-    rounding = _rounding(target, precision)
-    return rounding is not None and _problem(coding, block, rounding[1]) is None
+def _strategy(precision: str) -> Strategy:
+    """The strategy by which a precision multiplies in integers."""
+    return REQUESTED_BLOCKS if precision in LOW_BITS else ROUNDED_BLOCKS
 
 
 def relaxed_rotation(coding: Coding, block: int, target: Target, precision: str) -> int:
@@ -83,18 +69,16 @@ def relaxed_rotation(coding: Coding, block: int, target: Target, precision: str)
 
     1 (no rotation) if 8 bits would be too inaccurate or not faster, or the precision demands more bits.
     """
-    wanted = _ROTATION if target.has_dp4a else _PAIRED_ROTATION
-    rotation = min(coding.max_rotation(block), wanted)
-    if rotation < _MIN_ROTATION or precision not in ("auto", "bf16", "int8"):
-        return 1
-    has_pairs = target.has_maddubs and coding.with_rotation(rotation).max_value.bit_length() <= _PAIRED_BITS
-    return rotation if target.has_dp4a or has_pairs else 1
+    rotation = min(coding.max_rotation(block), _ROTATION if target.has_dp4a else _PAIRED_ROTATION)
+    contraction = blocked_contraction(coding.with_rotation(rotation), block, block, 1)
+    options = candidates(TABLE, contraction, target, Precision(precision, is_relaxed=True))
+    return rotation if rotation >= _MIN_ROTATION and ROTATED_BLOCKS in allowed_of(options) else 1
 
 
 class _IntegerProducts(Rewriter):
-    def __init__(self, context: PassContext, low_bits: int, max_bits: int) -> None:
+    def __init__(self, context: PassContext) -> None:
         super().__init__()
-        self._context, self._low_bits, self._max_bits = context, low_bits, max_bits
+        self._context = context
         self._weights: dict[Var, Call] = {}
         self._gathered: dict[Var, Call] = {}  # gathers of at least as many rows as the matrix has
 
@@ -121,7 +105,7 @@ class _IntegerProducts(Rewriter):
         x, weight = value.args[0], self._weights[w]
         depth, rows, emit = _dims(x)[-1], _dims(w)[0], self.bb.emit
         block = int((rows // _dims(weight.args[1])[0]).const)
-        problem = _problem(_coding(weight.attrs), block, self._max_bits)
+        problem = self._problem(blocked_contraction(_coding(weight.attrs), block, *_dims(w)))
         if problem is None and not depth.is_const:
             problem = f"only run time knows that rows of {depth} elements are {rows}"
         if problem is not None:
@@ -137,16 +121,22 @@ class _IntegerProducts(Rewriter):
         x, spans, *weight = value.args
         coding, words, blocks = _coding(value.attrs), _dims(weight[0])[1], _dims(weight[1])[1]
         block = int((words * 32 // coding.bits // blocks).const)
-        problem = _problem(coding, block, self._max_bits)
+        problem = self._problem(blocked_contraction(coding, block, _dims(x)[-1], _dims(weight[0])[2]))
         if problem is not None:
             self._context.decide("integer_products", var.name, False, problem)
             return None
         rounded, attrs = self._quantized(var, x, value.attrs, block)
         return get_op("grouped_matmul_blocks")(*rounded, spans, *weight, **attrs, loc=value.loc)
 
+    def _problem(self, contraction: Contraction) -> str | None:
+        """Why a product stays in floating point; None: it is computed in integers."""
+        precision = self._context.precision
+        (option,) = candidates((_strategy(precision),), contraction, self._context.target, Precision(precision))
+        return option.refusal
+
     def _quantized(self, var: Var, x: Expr, weight_attrs: Attrs, block: int) -> tuple[list[Var], dict[str, Any]]:
         """The quantized rows of `x` (codes, scales, sums) for a weight, and the attributes of their product."""
-        coding, rotation, low_bits = _coding(weight_attrs), 1, self._low_bits
+        coding, rotation, low_bits = _coding(weight_attrs), 1, LOW_BITS.get(self._context.precision, LOW_BITS["int12"])
         if weight_attrs["coarse"]:
             rotation = relaxed_rotation(coding, block, self._context.target, self._context.precision)
             low_bits = low_bits if rotation == 1 else 0

@@ -21,14 +21,17 @@ from relaxlite.ir.expr import Call, Constant, Expr, Function, Let, Var
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op, get_op
 from relaxlite.ir.ops.scalars import HALF
-from relaxlite.ir.symbolic import as_int
+from relaxlite.ir.symbolic import as_int, sym
 from relaxlite.ir.types import TensorType
 from relaxlite.ir.visitor import Rewriter, map_functions
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.graph.eliminate import eliminate_dead
 from relaxlite.passes.graph.integer_products import LOW_BITS
-from relaxlite.passes.products.int16_products import may_be_int16
+from relaxlite.passes.products.contraction import Contraction, Encoding
+from relaxlite.passes.products.int16_products import steps_of
 from relaxlite.passes.products.pack_constants import SHARED_BYTES
+from relaxlite.passes.products.strategy import Precision, allowed_of, candidates
+from relaxlite.passes.products.strategy_table import DOT_BF16, TABLE, WINOGRAD_INT16
 
 PRECISIONS = ("auto", "float32", "bf16", *LOW_BITS)
 NARROW = "bfloat16"
@@ -44,7 +47,7 @@ def lower_precision(module: IRModule, context: PassContext) -> IRModule:
         raise InvalidArgumentError(f"precision {context.precision!r} is not one of {', '.join(PRECISIONS)}")
     if context.precision != "bf16":
         return module
-    if not context.target.has("avx512bf16"):
+    if DOT_BF16.lacking(context.target) is not None:
         raise InvalidArgumentError(
             f"precision='bf16' needs a processor with bfloat16 dot products (avx512bf16), which {context.target.cpu} "
             "has not; compile with precision='float32'"
@@ -135,6 +138,14 @@ def _problem_of(attention: Call) -> str | None:
     )
 
 
+def may_be_int16(weights: Constant, context: PassContext) -> bool:
+    """Whether the pass word_products will take the product of a float32 matrix by these weights (k, n)."""
+    (depth, columns), x, w = weights.value.shape, Encoding.of_dtype("float32"), Encoding.of_dtype(weights.ty.dtype)
+    contraction = Contraction("matmul", None, sym(columns), sym(depth), x, w, is_constant=True)
+    options = candidates(TABLE, contraction, context.target, Precision(context.precision))
+    return WINOGRAD_INT16 in allowed_of(options) and not isinstance(steps_of(weights.value), str)
+
+
 class _Narrow(Rewriter):
     def __init__(self, context: PassContext, shared: set[int]) -> None:
         super().__init__()
@@ -162,7 +173,7 @@ class _Narrow(Rewriter):
             reason = "its weights are no matrix" if w.value.ndim != 2 else f"it sums {w.value.shape[0]} products"
             self._context.decide("lower_precision", f"{var.name} in {NARROW}", False, reason)
             return None
-        if id(w.value) not in self._shared and may_be_int16(w, self._context.target):
+        if id(w.value) not in self._shared and may_be_int16(w, self._context):
             return None
         narrow = self.bb.emit(get_op("cast")(x, dtype=NARROW, flushes=True))
         return get_op("matmul")(narrow, self._narrow(w), dtype="float32", loc=value.loc)

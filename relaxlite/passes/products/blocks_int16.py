@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relaxlite.ir.intrinsics import DOT2_PACKED_INT16
 from relaxlite.ir.ops.scalars import Scalar, literal, select
-from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, Intrinsic, Load, Stmt, Store, Value, seq
+from relaxlite.ir.program import Allocate, Buffer, For, IndexValue, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import Substitute
 from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.products.block_terms import Sums, find_sums
 from relaxlite.passes.products.blocks import ManyRows, ManyRowsPlan
+from relaxlite.passes.products.int16_products import dot
 from relaxlite.passes.products.prologue import Replacement
 from relaxlite.target import Target
 
@@ -84,15 +84,15 @@ class _Int16Activations:
         for c1, c2 in zip(even[1:], odd[1:], strict=True):
             code_sum = code_sum + c1 + c2
         for c1, c2 in zip(even[: self._num_winograd_groups], odd[: self._num_winograd_groups], strict=True):
-            correction = _dot(correction, c1, c2)
-        correction = _dot(correction, code_sum, Scalar(literal(_BOTH, "int32")))
+            correction = dot(correction, c1, c2)
+        correction = dot(correction, code_sum, Scalar(literal(_BOTH, "int32")))
         chains = [Scalar(self._corrections[at]) - correction, Scalar(literal(0, "int32"))]
         for q, (c1, c2) in enumerate(zip(even, odd, strict=True)):
             x1, x2 = (Scalar(Load(self._int16_pairs, (*at, sym(k)))) for k in (q, num_groups + q))
             if q < self._num_winograd_groups:
-                chains[q % 2] = _dot(chains[q % 2], c2 + x1, c1 + x2)
+                chains[q % 2] = dot(chains[q % 2], c2 + x1, c1 + x2)
             else:
-                chains = [_dot(chains[0], c1, x1), _dot(chains[1], c2, x2)]
+                chains = [dot(chains[0], c1, x1), dot(chains[1], c2, x2)]
         return (chains[0] + chains[1]).value
 
     def around(self, tiles: Stmt) -> Stmt:
@@ -102,7 +102,7 @@ class _Int16Activations:
         at_row: dict[SymVar, SymExpr] = {self._steps.var: g, self._row.var: i - self._origin}
         even, odd = self._activations(at_row, q)
         pair_sum = Buffer("pairs", (), "int32", "local")
-        product = select(Scalar(IndexValue(q, "int32")).compare("lt", self._num_winograd_groups), _dot(0, even, odd), 0)
+        product = select(Scalar(IndexValue(q, "int32")).compare("lt", self._num_winograd_groups), dot(0, even, odd), 0)
         start = Scalar(Substitute(at_row).value(self._low.start)) - Scalar(pair_sum[()])
         group_body = seq(
             Store(self._int16_pairs, (g, i, sym(q)), even.value),
@@ -128,8 +128,3 @@ class _Int16Activations:
             return first.binary("shift_left", LOW_BITS) + second
 
         return int16_pair(0), int16_pair(8)
-
-
-def _dot(total: Scalar | int, a: Scalar, b: Scalar) -> Scalar:
-    start = literal(total, "int32") if isinstance(total, int) else total.value
-    return Scalar(Intrinsic(DOT2_PACKED_INT16, (start, a.value, b.value), "int32"))

@@ -1,9 +1,13 @@
-"""Selection of weight strategies: programs of products with constant weights, and their rewriting
-(prepared_rows.py)."""
+"""Strategies for products with constant weights: the passes that apply them, and fusion's questions about them.
+
+A pass asks the table of strategies (strategy_table.py) for each product of a program, checks and transforms the weights
+of its calls, and redirects these to a new program (prepared_rows.py). Fusion must not join a product that has such a
+strategy with one that has not into one kernel: neither would get it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
@@ -13,7 +17,7 @@ import numpy as np
 
 from relaxlite.config import compile_threads
 from relaxlite.ir.analyzer import Analyzer
-from relaxlite.ir.attributes import INHERITS_LAYOUT, SCHEDULED
+from relaxlite.ir.attributes import BATCH_INVARIANT, INHERITS_LAYOUT, RELAXED_PRECISION, SCHEDULED
 from relaxlite.ir.expr import Array, Attrs, Call, Constant, Expr, GlobalVar, Var
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.program import Binary, Check, For, IndexValue, Literal, Load, Stmt, Store, TensorProgram, Value
@@ -22,13 +26,17 @@ from relaxlite.ir.symbolic import as_int, product
 from relaxlite.ir.visitor import Rewriter, program_calls
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.loops.constant_values import EVALUABLE_NODES
+from relaxlite.passes.loops.merge_calls import CallSite
 from relaxlite.passes.loops.pattern import perfect_nest, top_stages
 from relaxlite.passes.loops.versioning import clamped_indices
 from relaxlite.passes.products.pack_constants import SHARED_BYTES
 from relaxlite.passes.products.prepared_rows import Product, Products
 from relaxlite.passes.products.prologue import symbols_of
 from relaxlite.passes.products.reduction import reduction_block
+from relaxlite.passes.products.strategy import Precision, Strategy, allowed_of, candidates
+from relaxlite.passes.products.strategy_table import TABLE, WINOGRAD_FLOAT32, WINOGRAD_INT16, WINOGRAD_INT16_KEPT
 from relaxlite.records import dataclass
+from relaxlite.target import Target
 
 _ANALYZER = Analyzer()
 AT_A_TIME = 1 << 24  # dequantized weights that are checked at a time: 64 MB
@@ -36,32 +44,121 @@ AT_A_TIME = 1 << 24  # dequantized weights that are checked at a time: 64 MB
 
 @dataclass(frozen=True, slots=True)
 class WeightStrategy:
-    """A strategy to compute products with constant weights, applied by the pass `name`.
+    """A strategy of the table as the pass `name` applies it to a module.
 
-    `is_fit`: whether a product may take the strategy. `make`: builds the new products of a program; None where they do
-    not pay. `weights`: converts a constant to the weights of the new program, w first, or returns the reason against.
     `reason`: why products take the strategy, for decisions. `functions`: whose products take it; None: of all.
-    `keeps`: weights stay as they are stored, floats too, and are packed as other readers need.
     """
 
     name: str
-    is_fit: Callable[[Product], bool]
-    make: Callable[[TensorProgram, tuple[Product, ...]], Products | None]
-    weights: Callable[[Constant], tuple[Constant, ...] | str]
+    strategy: Strategy
+    target: Target
+    precision: Precision
     reason: str
     functions: Collection[str] | None = None
-    keeps: bool = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether weights stay as they are stored, floats too, and are packed as other readers need."""
+        return self.strategy is WINOGRAD_INT16_KEPT
 
     def is_for(self, function: str) -> bool:
         """Whether products of the function `function` may take the strategy."""
         return self.functions is None or function in self.functions
 
+    def is_fit(self, part: Product) -> bool:
+        """Whether a product may take the strategy."""
+        return self.strategy in allowed_of(candidates(TABLE, part.contraction, self.target, self.precision))
 
-def take(strategy: WeightStrategy, module: IRModule, context: PassContext) -> IRModule:
+    def make(self, program: TensorProgram, parts: tuple[Product, ...]) -> Products | None:
+        """Build the new products of a program; None where they do not pay."""
+        assert self.strategy.prepares is not None
+        products = self.strategy.prepares(program, parts, self.target.vector_lanes(4))
+        return products if products.pays(self.target) else None
+
+    def convert(self, weights: Constant) -> tuple[Constant, ...] | str:
+        """Convert a constant to the weights of the new program, w first; or return the reason against."""
+        assert self.strategy.prepares is not None
+        return self.strategy.prepares.convert(weights)
+
+
+def word_products(module: IRModule, context: PassContext) -> IRModule:
+    """Compute products with constant weights in integers where bfloat16 is precise enough and additions are free."""
+    return _take(_in_int16(module, context), module, context)
+
+
+def inner_products(module: IRModule, context: PassContext) -> IRModule:
+    """Compute products with constant weights by Winograd's inner product where additions are free."""
+    return _take(_in_float32(module, context), module, context)
+
+
+def _in_int16(module: IRModule, context: PassContext) -> WeightStrategy | None:
+    """Return the strategy in integers; None: it does not pay on the target, or rounding is not allowed."""
+    target, precision = context.target, Precision(context.precision)
+    if WINOGRAD_INT16.lacking(target, precision) is None:
+        return WeightStrategy("word_products", WINOGRAD_INT16, target, precision, "it is faster than in bfloat16")
+    relaxed = [name for name, function in module.functions().items() if function.attrs.get(RELAXED_PRECISION)]
+    precision = replace(precision, is_relaxed=True)
+    if not relaxed or WINOGRAD_INT16_KEPT.lacking(target, precision) is not None:
+        return None
+    reason = "the function may round, and it is faster than in floats"
+    return WeightStrategy("word_products", WINOGRAD_INT16_KEPT, target, precision, reason, relaxed)
+
+
+def _in_float32(module: IRModule, context: PassContext) -> WeightStrategy | None:
+    """Return the strategy in float32; None: it does not pay on the target, or the module must be batch invariant."""
+    target, precision = context.target, Precision(context.precision)
+    if WINOGRAD_FLOAT32.lacking(target, precision) is not None or module.attrs.get(BATCH_INVARIANT):
+        return None
+    reason = "additions take no time beside multiply-adds"
+    return WeightStrategy("inner_products", WINOGRAD_FLOAT32, target, precision, reason)
+
+
+# Questions of fusion
+
+
+class ProductStrategies:
+    """The weight strategies of a module, in order of preference."""
+
+    def __init__(self, module: IRModule, context: PassContext) -> None:
+        self._all = [s for s in (_in_int16(module, context), _in_float32(module, context)) if s is not None]
+
+    def of(self, function: str) -> Sequence[WeightStrategy]:
+        """Return the strategies that apply to products of the function `function`."""
+        return [strategy for strategy in self._all if strategy.is_for(function)]
+
+
+def strategy_for(sites: Sequence[CallSite], strategies: Sequence[WeightStrategy]) -> WeightStrategy | None:
+    """Return the first strategy that all calls may take, judged without reading their weights; None: there is none."""
+
+    def would_take(strategy: WeightStrategy, site: CallSite) -> bool:
+        products = _find(site.program, strategy)
+        return products is not None and _are_constants(products.parts, site)
+
+    return next((s for s in strategies if all(would_take(s, site) for site in sites)), None)
+
+
+def strategies_fit_for(site: CallSite, strategies: Sequence[WeightStrategy]) -> tuple[str, ...]:
+    """Return the names of the strategies that the products of a call may take, if these are many enough to pay."""
+    parts_of = {strategy.name: _parts(site.program, strategy) for strategy in strategies}
+    return tuple(name for name, parts in parts_of.items() if parts is not None and _are_constants(parts, site))
+
+
+def _are_constants(parts: Sequence[Product], site: CallSite) -> bool:
+    """Whether a call passes constants for all weights of the products `parts`."""
+    passed = dict(zip(site.program.inputs, site.call.args, strict=False))
+    return all(isinstance(passed[buffer], Constant) for part in parts for buffer in part.stored)
+
+
+# Rewriting
+
+
+def _take(strategy: WeightStrategy | None, module: IRModule, context: PassContext) -> IRModule:
     """Apply a strategy to the products with constant weights of a module, where it may be taken.
 
     A program that other calls still need is kept beside the new one. Every choice is recorded as a decision.
     """
+    if strategy is None:
+        return module
     names, programs = [name for name in module.functions() if strategy.is_for(name)], module.programs()
     calls = program_calls(module, names)
     called = [name for name in dict.fromkeys(call.callee.name for call in calls) if name in programs]
@@ -153,35 +250,17 @@ class _Use:
         """
         constants = [arg for arg in self.args if isinstance(arg, Constant)]
         if not self.part.is_kept:
-            return strategy.weights(*constants)
+            return strategy.convert(*constants)
         arrays, columns = [constant.value for constant in constants], int(self.part.column.extent)
         columns_per_part, result = max(1, AT_A_TIME // int(self.part.step.extent)), list[tuple[Array, ...]]()
         for start in range(0, columns, columns_per_part):
-            weights = strategy.weights(
+            weights = strategy.convert(
                 Constant.of(self.part.floats(arrays, start, min(start + columns_per_part, columns)))
             )
             if isinstance(weights, str):
                 return weights
             result.append(tuple(constant.value for constant in weights[1:]))
         return tuple(Constant.of(np.concatenate(parts)) for parts in zip(*result, strict=True))
-
-
-def would_take(strategy: WeightStrategy, program: TensorProgram, args: Sequence[Expr]) -> bool:
-    """Whether the products of a call may take the strategy, judged without reading their weights."""
-    products = _find(program, strategy)
-    return products is not None and _are_constants(products.parts, program, args)
-
-
-def is_fit(strategy: WeightStrategy, program: TensorProgram, args: Sequence[Expr]) -> bool:
-    """Whether the products of a call may take the strategy, if they are many enough to pay."""
-    parts = _parts(program, strategy)
-    return parts is not None and _are_constants(parts, program, args)
-
-
-def _are_constants(parts: Sequence[Product], program: TensorProgram, args: Sequence[Expr]) -> bool:
-    """Whether a call passes constants for all weights of the products `parts`."""
-    passed = dict(zip(program.inputs, args, strict=False))
-    return all(isinstance(passed[buffer], Constant) for part in parts for buffer in part.stored)
 
 
 def _uses(call: Call, products: Products) -> list[_Use]:

@@ -21,10 +21,9 @@ from relaxlite.records import dataclass
 
 _ANALYZER = Analyzer()
 
-Form = Literal["matmul", "transposed", "convolution", "window", "winograd"]
+Form = Literal["matmul", "transposed", "convolution", "window"]
 """Form of the loops of a contraction. "matmul": w[k, j] lies along the columns; "transposed": w[j, k] lies along the
-depth; "convolution": positions of an image share filters; "window": each channel has a window of its own; "winograd":
-a step of the sum is several products of sums."""
+depth; "convolution": positions of an image share filters; "window": each channel has a window of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +32,12 @@ class Encoding:
 
     `kind`: a dtype whose numbers are multiplied as they are; "blocked": integers in blocks with scales, multiplied as
     integers; "dequantized": narrow numbers that become float32 where they are loaded. `bits`: of one number or code.
+    `block`: numbers in a block; 0: there are no blocks, or they do not matter.
     """
 
     kind: str
     bits: int
+    block: int = 0
 
     @staticmethod
     def of_dtype(dtype: str) -> Encoding:
@@ -53,7 +54,10 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """A sum of products over shared steps: form, sizes and operand encodings. `rows` are None where unknown."""
+    """A sum of products over shared steps: form, sizes and operand encodings. `rows` are None where unknown.
+
+    `is_constant`: w is known, so that a pass may transform it.
+    """
 
     form: Form
     rows: SymExpr | None
@@ -61,6 +65,7 @@ class Contraction:
     depth: SymExpr
     x: Encoding
     w: Encoding
+    is_constant: bool = False
 
     @staticmethod
     def of_block(block: ReductionBlock, form: Form, row: For | None, column: For) -> Contraction | None:

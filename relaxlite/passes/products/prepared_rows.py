@@ -7,11 +7,11 @@
         for i, j: { e = sum of x[i, k] * w[k, j];  out[i, j] = f(e * width[j]) }
 
 Quantized weights stay quantized, and the fallback is unchanged. The fast branch starts with a stage that dequantizes w,
-which the schedule splits into panels (winograd_widened.py):
+which the schedule splits into panels (winograd_tile.py):
 
         for k, j: w[k, j] = widened(q[k, j]) / width[j]
 
-Subclasses define the prepared rows and the sums: winograd_loops.py in floats, int16_loops.py in integers.
+Subclasses define the prepared rows and the sums: winograd_products.py in floats, int16_products.py in integers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import replace
 
 from relaxlite.dtypes import DType
 from relaxlite.ir.attributes import IN_PLACE, MIN_PREPARED_ROWS
-from relaxlite.ir.expr import Array, Attrs
+from relaxlite.ir.expr import Array, Attrs, Constant
 from relaxlite.ir.layout import flat_offset
-from relaxlite.ir.ops.scalars import literal
+from relaxlite.ir.ops.scalars import Scalar, literal
 from relaxlite.ir.program import (
     Allocate,
     Buffer,
@@ -49,12 +49,19 @@ from relaxlite.passes.loops.in_place import Pairs, in_place_pairs
 from relaxlite.passes.loops.join_parallel import read_only_by_writers
 from relaxlite.passes.loops.pattern import perfect_nest, top_stages
 from relaxlite.passes.loops.transforms import init_accumulators, less, nest, reduce_accumulators
+from relaxlite.passes.products.contraction import Contraction, Encoding
 from relaxlite.passes.products.reduction import ReductionBlock
 from relaxlite.records import dataclass
 from relaxlite.target import Target
 
 ROW_UNIT = 4  # the greatest unit of heights of tiles
+TERMS = 6  # of a step of a sum of prepared rows: twice a pair and a single term
 PERIOD = 3  # vectors after which pairs start at the same lanes again: 48 elements are 8 steps
+
+
+def whole_steps(depth: int) -> int:
+    """Round `depth` up to a multiple of the terms of a step."""
+    return -(-depth // TERMS) * TERMS
 
 
 def columns_for_pass(least: int, target: Target) -> int:
@@ -84,6 +91,13 @@ class Product:
     def stored(self) -> tuple[Buffer, ...]:
         """Buffers that w is loaded from."""
         return tuple(dict.fromkeys(part.buffer for part in walk_values(self.w) if isinstance(part, Load)))
+
+    @property
+    def contraction(self) -> Contraction:
+        """The product, of any number of rows."""
+        x, w = Encoding.of_value(self.x), Encoding.of_value(self.w)
+        w = w if isinstance(self.w, Load) else Encoding("dequantized", w.bits)
+        return Contraction("matmul", None, self.column.extent, self.step.extent, x, w, is_constant=True)
 
     @property
     def step(self) -> For:
@@ -198,6 +212,15 @@ class Products(ABC):
         vectors = -(-self.length // (PERIOD * self.lanes)) * PERIOD + 1
         return (vectors + 1 - vectors % 2) * self.lanes
 
+    @staticmethod
+    @abstractmethod
+    def convert(weights: Constant) -> tuple[Constant, ...] | str:
+        """Convert a matrix to the new weights, w first; or return the reason against."""
+
+    @abstractmethod
+    def pays(self, target: Target) -> bool:
+        """Whether the products together are large enough for a pass over x."""
+
     @property
     @abstractmethod
     def least_rows(self) -> int:
@@ -223,8 +246,16 @@ class Products(ABC):
         """Return the pass over x that computes `rows`."""
 
     @abstractmethod
-    def _fast(self, part: Product, weights: PreparedWeights, rows: Rows) -> Stmt:
-        """Return the stage of a product that reads prepared rows."""
+    def _step(self, x: Sequence[Scalar], w: Sequence[Scalar]) -> Scalar:
+        """Return the terms that a step adds, from TERMS prepared elements of a row and of a column."""
+
+    @abstractmethod
+    def _finish(self, total: Scalar, offset: Scalar, shift: Scalar, scale: Scalar) -> Scalar:
+        """Return a product from its sum, but for the factor of the column."""
+
+    @abstractmethod
+    def _widen(self, part: Product, weights: PreparedWeights) -> list[Stmt]:
+        """Return the stages that compute the new weights from stored ones, which are kept."""
 
     @abstractmethod
     def _plain(self, part: Product, weights: PreparedWeights) -> Stmt:
@@ -262,6 +293,18 @@ class Products(ABC):
         )
         checks = [s for s in top_stages(self.whole) if isinstance(s, Check)]
         return replace(self.whole, params=(*inputs, *self.whole.outputs), body=seq(*checks, body), attrs=attrs)
+
+    def _fast(self, part: Product, weights: PreparedWeights, rows: Rows) -> Stmt:
+        """Return the stage of a product that reads prepared rows."""
+        total, row, column = replace(part.block.body.buffer, dtype=self.dtype), part.row, part.column.var
+        step = SymVar("t", lower=0)
+        places = [step * TERMS + n for n in range(TERMS)]
+        x, w = [Scalar(rows.prepared[row, k]) for k in places], [Scalar(weights.w[k, column]) for k in places]
+        reduced = For(step, sym(self.weight_rows // TERMS), Store(total, (), self._step(x, w).value, "add"))
+        offset, shift, scale = (Scalar(v) for v in (weights.offset[column], rows.shifts[row], rows.scales[row]))
+        result = self._finish(Scalar(total[()]), offset, shift, scale) * Scalar(weights.width[column])
+        stage = part.with_sum(reduced, result.value, total)
+        return Allocate(weights.w, seq(*self._widen(part, weights), stage)) if part.is_kept else stage
 
     def _weights(self, part: Product) -> PreparedWeights:
         old, columns = part.stored[0], part.column.extent

@@ -41,8 +41,7 @@ from relaxlite.passes.products.blocks_grouped import Groups, tiled_groups
 from relaxlite.passes.products.choice import ONE_SUM, ScheduleChoice
 from relaxlite.passes.products.contraction import Contraction, Encoding
 from relaxlite.passes.products.convolution import FilterTile, filter_tile, tiled_filters
-from relaxlite.passes.products.dots import Dots, dot_products
-from relaxlite.passes.products.dots_amx import amx_dots
+from relaxlite.passes.products.dots import Dots, amx_dots, dot_products
 from relaxlite.passes.products.panel_prefetch import PanelPrefetch, steps_of, width_that_fits
 from relaxlite.passes.products.reduction import (
     ReductionBlock,
@@ -73,8 +72,7 @@ from relaxlite.passes.products.strategy_table import (
 )
 from relaxlite.passes.products.transposed import find_transposed, tiled_transposed
 from relaxlite.passes.products.windows import nchw_tile_of, nhwc_tile_of, tiled_nchw, tiled_nhwc
-from relaxlite.passes.products.winograd_tile import InnerTile, chained_terms, tiled_inner
-from relaxlite.passes.products.winograd_widened import find_widened
+from relaxlite.passes.products.winograd_tile import InnerTile, chained_terms, find_widened, tiled_inner
 from relaxlite.passes.schedule.primitives.trace import Step
 from relaxlite.records import dataclass
 from relaxlite.target import Target
@@ -163,7 +161,9 @@ class ReductionScheduler:
 
     def _candidates(self, contraction: Contraction | None) -> tuple[Candidate, ...]:
         """Return the candidates of the table for a contraction, and note the refused ones; none for no contraction."""
-        found = () if contraction is None else candidates(TABLE, contraction, self.target, self.given.strategy)
+        found = (
+            () if contraction is None else candidates(TABLE, contraction, self.target, preferred=self.given.strategy)
+        )
         for candidate in found:
             if candidate.refusal is not None:
                 self._refuse(candidate.strategy.name, candidate.refusal)

@@ -7,8 +7,10 @@ the facts in its row of cpus.py, so that no row names a processor.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
+from relaxlite.ir.ops.block_quantized import MAX_BLOCK_ROWS
 from relaxlite.passes.products.blocks import ManyRows
 from relaxlite.passes.products.blocks_amx import ROWS as AMX_ROWS
 from relaxlite.passes.products.blocks_amx import by_amx
@@ -17,8 +19,11 @@ from relaxlite.passes.products.blocks_int16 import by_int16_pairs
 from relaxlite.passes.products.blocks_interleaved import InterleavedRows
 from relaxlite.passes.products.blocks_maddubs import MIN_ROWS as MADDUBS_ROWS
 from relaxlite.passes.products.blocks_maddubs import by_maddubs
-from relaxlite.passes.products.strategy import Requirement, Strategy
-from relaxlite.passes.products.winograd_loops import MIN_ROWS as WINOGRAD_ROWS
+from relaxlite.passes.products.contraction import Contraction
+from relaxlite.passes.products.int16_products import Int16Products, int16_problem
+from relaxlite.passes.products.strategy import Precision, Requirement, Strategy
+from relaxlite.passes.products.winograd_products import MIN_ROWS as WINOGRAD_ROWS
+from relaxlite.passes.products.winograd_products import FloatProducts, winograd_problem
 from relaxlite.target import Target
 
 
@@ -32,6 +37,7 @@ NO_AMX_BF16 = Requirement("is slower than the AMX tiles of {cpu}", lambda target
 DP4A = _needs("dot products of four bytes (VNNI)", lambda target: target.has_dp4a)
 NO_DP4A = Requirement("is slower than the dot products of four bytes of {cpu}", lambda target: not target.has_dp4a)
 MADDUBS = _needs("sums of pairs of bytes (SSSE3)", lambda target: target.has_maddubs)
+BYTES = _needs("sums of products of bytes (VNNI or SSSE3)", lambda target: target.has_dp4a or target.has_maddubs)
 BF16_DOTS = _needs("bfloat16 dot products (avx512bf16)", lambda target: target.has("avx512bf16"))
 FREE_ADDITIONS = _needs("adders beside its multipliers", lambda target: target.cpu_facts.adds_beside_fmas)
 TWO_LOADS = _needs("two loads in the time of an FMA", lambda target: target.cpu_facts.loads_per_fma > 1)
@@ -39,9 +45,32 @@ ROW_INTERLEAVING = Requirement(
     "gains nothing on {cpu}, as far as is known", lambda target: target.cpu_facts.interleaves_rows
 )
 
+MADDUBS_BITS: Final = 7
+"""Of codes whose products maddubs sums in pairs without overflow (codegen/llvm/maddubs.py)."""
+
 _MATMUL: Final = frozenset({"matmul"})
 _BLOCKED: Final = frozenset({("blocked", "blocked")})
+_ROUNDED: Final = frozenset({("float32", "blocked")})
 _FLOATS: Final = frozenset({("float32", "float32")})
+_DEQUANTIZED: Final = frozenset({("float32", "dequantized")})
+
+
+def _short_blocks(contraction: Contraction, target: Target) -> str | None:
+    block = contraction.w.block
+    if block > MAX_BLOCK_ROWS:
+        return f"the sums of blocks of {block} rows may not fit into 32 bits; at most {MAX_BLOCK_ROWS} do"
+    return None
+
+
+def _fast_bits(contraction: Contraction, target: Target) -> str | None:
+    bits = contraction.w.bits
+    is_fast = target.has_dp4a or bits <= MADDUBS_BITS
+    return None if is_fast else f"this processor multiplies codes of {bits} bits faster as floats"
+
+
+def _allowed(*names: str, is_relaxed: bool = False) -> frozenset[Precision]:
+    return frozenset(Precision(name, is_relaxed) for name in names)
+
 
 WINDOW_NHWC = Strategy(
     "window_nhwc", "vectors of channels, one window each", frozenset({"window"}), evidence="bench.cpu conv"
@@ -49,6 +78,19 @@ WINDOW_NHWC = Strategy(
 WINDOW_NCHW = Strategy(
     "window_nchw", "vectors of positions, one window each", frozenset({"window"}), evidence="bench.cpu conv"
 )
+ROUNDED_BLOCKS = Strategy(
+    "rounded_blocks", "integers in blocks of weights and of activations", _MATMUL, _ROUNDED, (BYTES,),
+    rounds="activations to 12 bits in blocks", precisions=_allowed("auto", "bf16"), evidence="bench.llm prompt",
+    fits=lambda contraction, target: _short_blocks(contraction, target) or _fast_bits(contraction, target),
+)  # fmt: skip
+REQUESTED_BLOCKS = replace(
+    ROUNDED_BLOCKS, name="requested_blocks", requires=(), rounds="activations to the bits of the precision in blocks",
+    precisions=_allowed("int8", "int12", "int16"), fits=_short_blocks,
+)  # fmt: skip
+ROTATED_BLOCKS = replace(
+    ROUNDED_BLOCKS, name="rotated_blocks", rounds="activations to 8 bits in blocks, after a rotation",
+    precisions=_allowed("auto", "bf16", "int8", is_relaxed=True), fits=_fast_bits,
+)  # fmt: skip
 BLOCKED_AMX = Strategy(
     "blocked_amx", "AMX tiles of 16 x 16 sums of bytes, codes unpacked once for all rows", _MATMUL, _BLOCKED,
     (AMX_INT8,), min_rows=AMX_ROWS, evidence="bench.llm prompt", many_rows=by_amx,
@@ -76,13 +118,17 @@ CONVOLUTION = Strategy(
     evidence="bench.cpu conv",
 )  # fmt: skip
 WINOGRAD_INT16 = Strategy(
-    "winograd_int16", "int16 pairs by Winograd's inner product", frozenset({"winograd"}),
-    frozenset({("int32", "int32")}),
-    (FREE_ADDITIONS, NO_AMX_BF16), min_rows=1, rounds="both operands to 14 bits", evidence="bench.cpu matmul",
+    "winograd_int16", "int16 pairs by Winograd's inner product", _MATMUL, _FLOATS, (FREE_ADDITIONS, NO_AMX_BF16),
+    rounds="both operands to 14 bits", precisions=_allowed("bf16"), evidence="bench.cpu matmul", fits=int16_problem,
+    prepares=Int16Products,
+)  # fmt: skip
+WINOGRAD_INT16_KEPT = replace(
+    WINOGRAD_INT16, name="winograd_int16_kept", summary=f"{WINOGRAD_INT16.summary}, weights kept as they are stored",
+    operands=_FLOATS | _DEQUANTIZED, precisions=_allowed("auto", "int8", is_relaxed=True),
 )  # fmt: skip
 WINOGRAD_FLOAT32 = Strategy(
-    "winograd_float32", "FMA by Winograd's inner product", frozenset({"winograd"}), _FLOATS, (FREE_ADDITIONS,),
-    min_rows=WINOGRAD_ROWS, evidence="bench.cpu matmul",
+    "winograd_float32", "FMA by Winograd's inner product", _MATMUL, _FLOATS | _DEQUANTIZED, (FREE_ADDITIONS,),
+    min_rows=WINOGRAD_ROWS, evidence="bench.cpu matmul", fits=winograd_problem, prepares=FloatProducts,
 )  # fmt: skip
 DOTS_AMX_BF16 = Strategy(
     "bf16_amx", "AMX tiles of 16 x 16 sums of bfloat16", frozenset({"matmul", "convolution"}),
@@ -106,7 +152,8 @@ DOT_INT16 = Strategy(
 )  # fmt: skip
 DEQUANTIZED_FMA = Strategy(
     "dequantized_fma", "FMA of a register tile whose weights become float32 as they are loaded", _MATMUL,
-    frozenset((x, w) for x in ("float32", "float16", "bfloat16") for w in ("dequantized", "float16", "bfloat16")),
+    frozenset((x, w) for x in ("float32", "float16", "bfloat16") for w in ("dequantized", "float16", "bfloat16"))
+    | _ROUNDED,
     evidence="bench.llm generate",
 )  # fmt: skip
 FMA = Strategy(
@@ -120,6 +167,9 @@ TRANSPOSED_FMA = Strategy(
 TABLE: tuple[Strategy, ...] = (
     WINDOW_NHWC,
     WINDOW_NCHW,
+    ROUNDED_BLOCKS,
+    REQUESTED_BLOCKS,
+    ROTATED_BLOCKS,
     BLOCKED_AMX,
     BLOCKED_INT16_WINOGRAD,
     BLOCKED_MADDUBS,
@@ -127,6 +177,7 @@ TABLE: tuple[Strategy, ...] = (
     BLOCKED_DP4A,
     BLOCKED_GEMV,
     WINOGRAD_INT16,
+    WINOGRAD_INT16_KEPT,
     WINOGRAD_FLOAT32,
     DOTS_AMX_BF16,
     DOTS_AMX_INT8,
@@ -144,6 +195,6 @@ DOTS = {"dot2_bf16": DOT_BF16, "dot4_u8s8": DOT_INT8, "dot2_i16": DOT_INT16}
 ALTERNATIVES = tuple(
     strategy.name
     for strategy in TABLE
-    if strategy in (FMA, CONVOLUTION, *DOTS.values()) or ("winograd" not in strategy.forms and strategy.min_rows > 1)
+    if strategy in (FMA, CONVOLUTION, *DOTS.values()) or (strategy.prepares is None and strategy.min_rows > 1)
 )
 """Names of those that `relaxlite tune` may prefer: others take what these do, too."""

@@ -88,6 +88,18 @@ class Tuning:
         return json.dumps({"relaxlite_tuning": FORMAT, "targets": targets}, indent=1) + "\n"
 
     @staticmethod
+    def of(tuning: str | os.PathLike[str] | Tuning | None) -> Tuning | None:
+        """Return a database as `compile` takes it; None: that of the knob `tuning`. Raises as `load`."""
+        if tuning is None or isinstance(tuning, Tuning):
+            return Tuning.of_knob() if tuning is None else tuning
+        return Tuning.load(tuning)
+
+    @staticmethod
+    def of_json(text: str) -> Tuning:
+        """Return the database of JSON text. Raises ValueError, KeyError or TypeError for other text."""
+        return _from_json(json.loads(text))
+
+    @staticmethod
     def of_knob() -> Tuning | None:
         """Load the file that the knob `tuning` names; None: it names none. Raises as `load`."""
         file = config.get("tuning")

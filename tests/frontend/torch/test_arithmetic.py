@@ -115,7 +115,9 @@ def test_half_precision_floats_are_rounded_once() -> None:
 def complex_numbers(x: Any) -> list[Any]:
     z = torch.view_as_complex(x)
     results = [z * z.conj(), z / (z + 1j), z.exp(), z.sqrt(), z.log(), z.sum(0), z @ z.mT, torch.fft.ifft(z)]
-    return [*map(torch.view_as_real, results), z.abs(), z.angle(), torch.fft.irfft(z, n=7)]
+    results.append(torch.nn.functional.silu(z))
+    signal = torch.istft(z.mT, 8, window=torch.ones(8))
+    return [*map(torch.view_as_real, results), z.abs(), z.angle(), torch.fft.irfft(z, n=7), signal]
 
 
 def test_complex_numbers_and_fourier_transforms() -> None:

@@ -148,3 +148,11 @@ def test_views_of_another_type_reinterpret_bits() -> None:
         )
 
     check(function, (torch.randn(3, 4),), (torch.randn(5, 4),))
+
+
+def test_classes_out_of_range_are_an_error() -> None:
+    exe = rl.compile(rl.from_torch(Call(lambda x: F.one_hot(x, 4)), (torch.tensor([0, 3]),)))
+    assert exe(torch.tensor([2, 1])).tolist() == [[0, 0, 1, 0], [0, 1, 0, 0]]
+    for wrong in (4, -1):
+        with pytest.raises(rl.RelaxliteError, match="a class is negative"):
+            exe(torch.tensor([wrong, 0]))

@@ -72,6 +72,13 @@ def test_sizes_are_numbers_where_the_model_uses_them_so(n: int) -> None:
     check(module, exe, torch.randn(n, 2))
 
 
+def test_a_dimension_without_a_name_may_be_one() -> None:
+    module = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.BatchNorm1d(3)).eval()
+    exe = compiled(module, (torch.randn(3, 2, 5),), ({0: Dim.DYNAMIC, 2: Dim.AUTO},))
+    for n, length in ((1, 1), (1, 7), (4, 1)):
+        check(module, exe, torch.randn(n, 2, length))
+
+
 def test_a_derived_dimension_alone_determines_its_symbol() -> None:
     half = Dim("half", min=2, max=50)
     module = Call(lambda _, x: x.view(-1, 2, 3).relu())
@@ -226,6 +233,37 @@ def test_other_weights_go_into_a_compiled_model_without_compilation(
         rl.compile(program).load_weights(bad)
 
 
+def test_other_weights_keep_the_tuning_of_the_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuning was not stored, so that other kernels were compiled."""
+    from relaxlite import driver
+    from relaxlite.passes.products.choice import ScheduleChoice
+    from relaxlite.passes.schedule.tuning import TunedProgram, Tuning
+    from relaxlite.target import Target
+
+    entry = TunedProgram("m", ScheduleChoice(), ((1,),), (1.0,), (1.0,), 1)
+    tuning = Tuning({str(Target.parse("llvm")): {"of another model": entry}})
+    tuning.save(tmp_path / "t.json")
+    used: list[Any] = []
+    build = driver.build
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        used.append(kwargs["tuning"])
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(driver, "build", recording)
+    module = nn.Linear(3, 2)
+    program = rl.from_torch(module, (torch.randn(2, 3),))
+    for given in (tmp_path / "t.json", None):
+        exe = rl.compile(program, updatable=True, tuning=given)
+        monkeypatch.setenv("RELAXLITE_TUNING", str(tmp_path / "missing.json"))  # of the second compilation only
+        exe.load_weights(module.state_dict())
+        monkeypatch.delenv("RELAXLITE_TUNING")
+    assert used == [tuning, tuning, Tuning(), Tuning()]
+    exe.save(tmp_path / "m.rlx")
+    with pytest.raises(InvalidArgumentError, match=r"open the model by relaxlite\.load"):
+        rl.runtime.module.load(tmp_path / "m.rlx").load_weights(module.state_dict())
+
+
 def write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
     header, offset = {}, 0
     for name, array in arrays.items():
@@ -288,6 +326,40 @@ def test_an_operator_without_converter_is_named_with_its_line_and_may_be_supplie
     np.testing.assert_array_equal(compiled(module, (torch.ones(2),))(torch.ones(2)), [4, 4])
     with pytest.raises(InvalidArgumentError, match=r"the operator relaxlite_tests.twice has a converter"):
         rl.torch_op("relaxlite_tests::twice")(convert)
+
+
+def test_replaced_and_complex_converters_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count of converters did not tell, so that the model cache gave models of the converters before."""
+    from relaxlite.frontend.torch import registry
+
+    assert not registry.has_user_converters()
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_converters", dict(registry._converters))
+        rl.torch_op("aten.relu", replace=True)(lambda n, x: x)
+        assert registry.has_user_converters()
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "_complex_converters", dict(registry._complex_converters))
+        registry.complex_op("aten.relu")(lambda n, x: x)
+        assert registry.has_user_converters()
+    assert not registry.has_user_converters()
+
+
+def test_arguments_that_no_converter_takes_are_refused_where_they_change_values() -> None:
+    """A generator, a sparse layout and the device "meta" used to be ignored."""
+    from relaxlite.frontend.torch.binding import bind_arguments
+    from relaxlite.frontend.torch.registry import find_converter
+
+    aten, graph = torch.ops.aten, torch.fx.Graph()
+    for op, args, refused, taken in (
+        (aten.rand.generator, ([2],), {"generator": torch.Generator()}, {"generator": None, "pin_memory": False}),
+        (aten.zeros.default, ([2],), {"layout": torch.sparse_coo}, {"layout": torch.strided, "device": "cpu"}),
+        (aten.zeros.default, ([2],), {"device": torch.device("meta")}, {"device": torch.device("cuda")}),
+    ):
+        converter = find_converter(str(op))
+        assert converter is not None
+        bind_arguments(graph.call_function(op, args, taken), converter, lambda x: x)
+        with pytest.raises(ImportModelError, match=rf"argument {next(iter(refused))}=.* of {op} is not supported"):
+            bind_arguments(graph.call_function(op, args, refused), converter, lambda x: x)
 
 
 class DataDependent(nn.Module):

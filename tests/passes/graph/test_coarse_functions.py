@@ -24,8 +24,8 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import int16_products as word_products
-from relaxlite.passes.products.winograd_weights import TERMS
-from relaxlite.passes.products.winograd_widened import PART
+from relaxlite.passes.products.prepared_rows import TERMS
+from relaxlite.passes.products.winograd_tile import PART
 from relaxlite.runtime.module import Executable
 from relaxlite.target import Target
 from tests.passes.products.test_winograd_products import UNTIL_PACKED, ZEN4, ZEN5, rows, weights

@@ -28,7 +28,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import Pass, run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import int16_products as word_products
-from relaxlite.passes.products.int16_weights import MAX_DEPTH, MAX_LENGTH, MAX_W, MAX_X, int16_of
+from relaxlite.passes.products.int16_products import MAX_DEPTH, MAX_LENGTH, MAX_W, MAX_X, int16_of
 from relaxlite.target import Target
 from relaxlite.validation.oracle import Expected
 from relaxlite.validation.validator import Validator

@@ -17,7 +17,7 @@ from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import scheduler
 from relaxlite.passes.products.choice import ScheduleChoice
 from relaxlite.passes.products.contraction import Contraction, Encoding
-from relaxlite.passes.products.strategy import Requirement, Strategy, candidates, chosen
+from relaxlite.passes.products.strategy import Precision, Requirement, Strategy, allowed_of, candidates, chosen
 from relaxlite.passes.products.strategy_table import BY_NAME, TABLE
 from relaxlite.passes.schedule.cpu.programs import schedule_program
 from relaxlite.passes.schedule.primitives import steps_of
@@ -35,7 +35,7 @@ def blocked(rows: int | None = None) -> Contraction:
 
 
 def names(contraction: Contraction, cpu: str, preferred: str | None = None) -> list[tuple[str, int]]:
-    some = candidates(TABLE, contraction, target(cpu), preferred)
+    some = candidates(TABLE, contraction, target(cpu), preferred=preferred)
     return [(strategy.name, strategy.min_rows) for strategy in chosen(some)]
 
 
@@ -78,14 +78,66 @@ def test_every_strategy_names_a_benchmark_that_there_is() -> None:
 def test_the_last_strategy_of_every_form_takes_one_row() -> None:
     last: dict[tuple[str, tuple[str, str]], Strategy] = {}
     for strategy in TABLE:
-        for form in strategy.forms:
+        for form in strategy.forms if strategy.prepares is None else ():  # below, the product is computed as others
             for kinds in strategy.operands or {("any", "any")}:
                 before = last.get((form, kinds))
                 assert before is None or before.min_rows >= strategy.min_rows, f"{strategy.name} stands too late"
                 last[form, kinds] = strategy
-    others = {("winograd", ("float32", "float32"))}  # below, the ordinary product is another form
-    assert all(last[key].min_rows == 1 for key in last.keys() - others)
+    assert all(strategy.min_rows == 1 for strategy in last.values())
     assert len(BY_NAME) == len(TABLE)
+
+
+def floats(columns: int, depth: int, *, is_constant: bool = True) -> Contraction:
+    numbers = Encoding.of_dtype("float32")
+    return Contraction("matmul", None, sym(columns), sym(depth), numbers, numbers, is_constant)
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        (Precision("auto"), {"winograd_float32"}),
+        (Precision("auto", is_relaxed=True), {"winograd_int16_kept", "winograd_float32"}),
+        (Precision("bf16"), {"winograd_int16", "winograd_float32"}),
+        (Precision("float32", is_relaxed=True), {"winograd_float32"}),
+    ],
+)
+def test_a_precision_allows_what_a_strategy_rounds(precision: Precision, expected: set[str]) -> None:
+    def prepared(contraction: Contraction, cpu: str) -> set[str]:
+        allowed = allowed_of(candidates(TABLE, contraction, target(cpu), precision))
+        return {strategy.name for strategy in allowed if strategy.prepares is not None}
+
+    assert prepared(floats(512, 384), "znver4") == expected
+    assert not prepared(floats(512, 384), "icelake-server")  # has no adders beside its multipliers
+    assert not prepared(floats(512, 384, is_constant=False), "znver4")
+    assert prepared(floats(512, 385), "znver4") == {"winograd_float32"}  # an odd depth has no pairs
+
+
+def test_a_refusal_for_rounding_names_the_precision() -> None:
+    options = candidates(TABLE, floats(512, 384), target("znver4"), Precision("float32"))
+    reasons = {c.strategy.name: c.refusal for c in options}
+    assert reasons["winograd_int16"] == "rounds both operands to 14 bits, which precision float32 does not allow"
+    assert reasons["winograd_float32"] is None
+
+
+@pytest.mark.parametrize(
+    ("cpu", "bits", "precision", "expected"),
+    [
+        ("icelake-server", 8, "auto", "rounded_blocks"),
+        ("znver3", 7, "auto", "rounded_blocks"),
+        ("znver3", 8, "auto", None),  # sums of two products would exceed 16 bits
+        ("znver3", 8, "int16", "requested_blocks"),
+        ("x86-64", 4, "auto", None),
+        ("x86-64", 4, "int8", "requested_blocks"),
+        ("icelake-server", 4, "float32", None),
+    ],
+)
+def test_activations_are_rounded_where_integers_are_faster_or_asked_for(
+    cpu: str, bits: int, precision: str, expected: str | None
+) -> None:
+    contraction = replace(floats(2048, 64), w=Encoding("blocked", bits, 32), is_constant=False)
+    allowed = {s.name for s in allowed_of(candidates(TABLE, contraction, target(cpu), Precision(precision)))}
+    assert allowed & {"rounded_blocks", "requested_blocks"} == ({expected} if expected else set())
+    assert "dequantized_fma" in allowed
 
 
 def layer(weight: BlockWeight) -> IRModule:

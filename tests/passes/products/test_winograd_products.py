@@ -25,10 +25,9 @@ from relaxlite.ir.types import TensorType
 from relaxlite.passes.context import PassContext
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
-from relaxlite.passes.products import winograd_loops as inner_product_loops
+from relaxlite.passes.products import winograd_products as inner_product_loops
 from relaxlite.passes.products import winograd_products as inner_products
-from relaxlite.passes.products.winograd_loops import MIN_ROWS, MIN_WORK
-from relaxlite.passes.products.winograd_products import MIN_DEPTH
+from relaxlite.passes.products.winograd_products import MIN_DEPTH, MIN_ROWS, MIN_WORK
 from relaxlite.passes.products.winograd_tile import InnerTile
 from relaxlite.target import Target
 from tests.passes.products.test_register_tile import inner_loops, vector_stack_references

@@ -21,11 +21,11 @@ from relaxlite.passes.loops.transforms import less
 from relaxlite.passes.manager import run_passes
 from relaxlite.passes.pipeline import default_pipeline
 from relaxlite.passes.products import constant_weights as constant_products
-from relaxlite.passes.products import winograd_loops as inner_product_loops
+from relaxlite.passes.products import winograd_products as inner_product_loops
 from relaxlite.passes.products import winograd_products as inner_products
-from relaxlite.passes.products.winograd_loops import MIN_ROWS
-from relaxlite.passes.products.winograd_weights import TERMS
-from relaxlite.passes.products.winograd_widened import PART
+from relaxlite.passes.products.prepared_rows import TERMS
+from relaxlite.passes.products.winograd_products import MIN_ROWS
+from relaxlite.passes.products.winograd_tile import PART
 from relaxlite.target import Target
 from tests.passes.graph.test_quantized_weights import Weight, dequantized, half, module
 from tests.passes.products.test_winograd_products import ZEN4, ZEN5, check, compiled, decided, interpreted
