@@ -65,10 +65,10 @@ def samples_of(op: Any) -> list[Sample]:
     dtype = next((d for d in DTYPES if d in supported), next(iter(supported), None))
     if dtype is None or op.name.startswith(("empty", "new_empty")):
         return []
-    found = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), LOOKED_AT))
-    if len(found) > SAMPLES:
-        found = [found[k * (len(found) - 1) // (SAMPLES - 1)] for k in range(SAMPLES)]
-    made = [Sample(op, s) for s in found]
+    drawn = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), LOOKED_AT))
+    if len(drawn) > SAMPLES:
+        drawn = [drawn[k * (len(drawn) - 1) // (SAMPLES - 1)] for k in range(SAMPLES)]
+    made = [Sample(op, s) for s in drawn]
     return [s for s in made if s.tensors and all(t.layout == torch.strided for t in s.tensors)]
 
 
@@ -163,18 +163,18 @@ def results_of(index: int) -> list[str]:
     process = context.Process(target=check_entry, args=(index, sender))
     process.start()
     sender.close()
-    found: list[str | None] = []
+    outcomes: list[str | None] = []
     try:
         while receiver.poll(LIMIT):
-            found.append(receiver.recv())
-        found.append(f"over {LIMIT} s")
+            outcomes.append(receiver.recv())
+        outcomes.append(f"over {LIMIT} s")
     except EOFError:
         process.join()
         if process.exitcode:
-            found.append(f"the process ended with {process.exitcode}")
+            outcomes.append(f"the process ended with {process.exitcode}")
     process.kill()
     process.join()
-    return [x for x in found if x is not None]
+    return [x for x in outcomes if x is not None]
 
 
 def main() -> None:
@@ -186,12 +186,12 @@ def main() -> None:
     chosen = [k for k, op in enumerate(op_db) if not options.names or {op.name, name_of(op)} & set(options.names)]
     counted = good = 0
     for index in chosen[number - 1 :: of]:
-        found = results_of(index)
-        if not found:
+        outcomes = results_of(index)
+        if not outcomes:
             continue
-        bad = [x for x in found if x]
+        bad = [x for x in outcomes if x]
         counted, good = counted + 1, good + (not bad)
-        state = f"FAIL {len(bad)} of {len(found)} samples: {bad[0]}" if bad else "ok"
+        state = f"FAIL {len(bad)} of {len(outcomes)} samples: {bad[0]}" if bad else "ok"
         print(f"{name_of(op_db[index]):<45} {state}", flush=True)
     print(f"{good} of {counted} entries pass all their samples")
     sys.exit(good != counted)

@@ -113,6 +113,8 @@ def _shape_from(spec: TensorSpec, sizes: Mapping[str, int], shape_option: str, a
 
 
 def _random(spec: TensorSpec, shape: Shape, limits: Limits | None, rng: np.random.Generator) -> np.ndarray:
+    if spec.element == "string":
+        return rng.integers(0, 2, shape).astype(str)
     dtype = dtypes.to_numpy(spec.dtype)
     try:
         if not dtypes.is_float(spec.dtype):

@@ -23,8 +23,9 @@ def execute(args: argparse.Namespace) -> None:
     exe = open_model(args)
     inputs = make_inputs(exe.inputs, files=args.input, shapes=args.shape, ranges=args.range, seed=args.seed)
     start = time.perf_counter()
-    outputs = exe.run(inputs)
+    results = exe.run(inputs)
     elapsed = time.perf_counter() - start
+    outputs = {name: _as_array(result) for name, result in results.items()}
     written = _save(outputs, Path(args.output_dir)) if args.output_dir else {}
     for name, array in inputs.items():
         source = args.input.get(name) or f"random, seed {args.seed}"
@@ -38,6 +39,14 @@ def execute(args: argparse.Namespace) -> None:
         print(exe.profile(inputs), end="")
 
 
+def _as_array(result: np.ndarray | list[dict[str | int, float]]) -> np.ndarray:
+    """Return strings as an array of text, and maps as records with a field per label."""
+    if isinstance(result, np.ndarray):
+        return result.astype(str) if result.dtype == object else result
+    fields = [(str(label), np.float32) for label in (result[0] if result else ())]
+    return np.array([tuple(record.values()) for record in result], fields)
+
+
 def _title(name: str, array: np.ndarray) -> str:
     return f"{name}: {array.dtype}[{', '.join(map(str, array.shape))}]"
 
@@ -45,6 +54,8 @@ def _title(name: str, array: np.ndarray) -> str:
 def _summary(array: np.ndarray) -> str:
     if array.size <= MAX_SHOWN:
         return np.array2string(array, separator=", ").replace("\n", "")
+    if array.dtype.kind in "UV":
+        return f"{_summary(array.reshape(-1)[:MAX_SHOWN])[:-1]}, ...]"
     if array.dtype == np.bool_:
         return f"{int(array.sum())} of {array.size} true"
     low, mean, high = array.min(), array.mean(dtype=np.float64), array.max()

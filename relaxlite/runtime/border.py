@@ -10,7 +10,7 @@ import numpy as np
 
 from relaxlite import dtypes, strings
 from relaxlite.errors import InputError
-from relaxlite.forms import STRING, Form, element_of, inner, num_tensors
+from relaxlite.forms import STRING, Form, element_of, inner, maps_labels, num_tensors
 from relaxlite.runtime.executable import Signature, TensorSpec
 
 _BY_VALUE = ("int4", "uint4", "int2", "uint2")  # the others are stored by their bits
@@ -98,6 +98,9 @@ def _unpack(parts: Iterator[np.ndarray], form: Form) -> Any:
         return value if is_present else None
     if kind == "tensor":
         return _from_storage(next(parts), form)
+    if kind == "maps":
+        labels = maps_labels(held)
+        return [dict(zip(labels, row, strict=True)) for row in next(parts).tolist()]
     elements, shapes = next(parts), next(parts)
     ends = np.cumsum(np.prod(shapes, axis=1, dtype=np.int64)).tolist()
     pieces = [elements[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

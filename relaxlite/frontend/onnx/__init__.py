@@ -34,6 +34,7 @@ from relaxlite.frontend.onnx import (  # noqa: F401  (each registers its convert
     convert_text,
     convert_training,
     convert_vision,
+    ml,
 )
 from relaxlite.frontend.onnx.importer import from_onnx
 from relaxlite.frontend.onnx.registry import mark_builtin_converters, onnx_op

@@ -7,10 +7,11 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import onnx
 
 from relaxlite.errors import ImportModelError
-from relaxlite.forms import Form, inner, part_names
+from relaxlite.forms import Form, inner, maps_form, part_names
 from relaxlite.frontend.onnx.narrow_types import NarrowType
 from relaxlite.frontend.onnx.sequences import (
     AbsentOptional,
+    MapSequence,
     RaggedSequence,
     RuntimeOptional,
     empty_sequence,
@@ -99,7 +100,7 @@ def output_value(info: onnx.ValueInfoProto, value: Expr, bb: BlockBuilder, narro
     if kind == "optional_type":
         held = info.type.optional_type.elem_type
         value = as_optional(bb, value, held)
-    elif isinstance(value, Tuple) and not isinstance(value, RuntimeOptional | AbsentOptional):
+    elif isinstance(value, Tuple) and not isinstance(value, RuntimeOptional | AbsentOptional | MapSequence):
         value = to_ragged(bb, value, declared_element(info.type))
     elif isinstance(value, AbsentOptional):
         raise ImportModelError(f"output '{info.name}' is an optional that is absent, but not declared as optional")
@@ -114,6 +115,8 @@ def _fields(value: Expr) -> Sequence[Expr]:
 def _form_of(value: Expr, element: str) -> Form:
     if isinstance(value, RuntimeOptional):
         return f"optional({_form_of(value.value, element)})"
+    if isinstance(value, MapSequence):
+        return maps_form(value.labels)
     return f"sequence({element})" if isinstance(value, Tuple) else element
 
 

@@ -13,7 +13,7 @@ from relaxlite.frontend.onnx.unique_rows import unique_rows
 from relaxlite.ir import ops
 from relaxlite.ir.expr import Constant, Expr
 from relaxlite.ir.ops.broadcast import PROVER
-from relaxlite.ir.symbolic import IntLike, as_int, product, smin, sym
+from relaxlite.ir.symbolic import IntLike, as_int, smin, sym
 
 _MIN_UNLIMITED = 1 << 31
 
@@ -86,17 +86,3 @@ def non_max_suppression(n: Node) -> Result:
         boxes, scores, *thresholds, (limit,), center_point_box=n.flag("center_point_box")
     )
     return _with_shape(n, selected, (n.importer.symbols.fresh(f"{n.proto.output[0]}_count"), 3))
-
-
-@onnx_op("ArrayFeatureExtractor", domain="ai.onnx.ml")
-def array_feature_extractor(n: Node) -> Result:
-    """ArrayFeatureExtractor: gather columns, elements of the last axis, by index."""
-    indices = n.emit(ops.reshape(n.input(1), (product(n.shape(1)),)))
-    x = n.input(0) if n.rank() > 1 else n.emit(ops.expand_dims(n.input(0), axes=(0,)))
-    return ops.gather(x, indices, axis=-1)
-
-
-@onnx_op("Binarizer", domain="ai.onnx.ml")
-def binarizer(n: Node) -> Result:
-    threshold = Constant.of(n.float("threshold", 0.0), n.dtype())
-    return ops.cast(n.emit(ops.greater(n.input(0), threshold)), dtype=n.dtype())

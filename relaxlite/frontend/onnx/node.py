@@ -12,7 +12,7 @@ from onnx import AttributeProto
 
 from relaxlite import dtypes
 from relaxlite.errors import ImportModelError
-from relaxlite.frontend.onnx.narrow_types import NarrowType
+from relaxlite.frontend.onnx.narrow_types import TEXT, NarrowType
 from relaxlite.frontend.onnx.shape_values import ShapeResolver
 from relaxlite.frontend.onnx.tensors import element_type, narrow_type
 from relaxlite.ir import ops
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from relaxlite.frontend.onnx.importer import GraphImporter
 
 T = TypeVar("T")
+ExprType = TypeVar("ExprType", bound=Expr)
 Shape = tuple[SymExpr, ...]
 _KIND_NAMES = {number: name for name, number in AttributeProto.AttributeType.items()}
 
@@ -167,6 +168,21 @@ class Node:
         self.bb.match_shape(values, (int(expected),))
         self.bb.loc = loc
 
+    # text
+
+    def text_constant(self, texts: Sequence[str]) -> Constant:
+        """Return strings (n,) as a constant."""
+        return self.as_text(Constant.of(self.importer.reader.codes(texts)))
+
+    def is_text(self, expr: Expr) -> bool:
+        """Whether an expression is a tensor of text."""
+        return self.importer.narrow.get(expr) is TEXT
+
+    def as_text(self, codes: ExprType) -> ExprType:
+        """Mark a tensor of codes as text."""
+        self.importer.narrow[codes] = TEXT
+        return codes
+
     # attributes
 
     def has(self, name: str) -> bool:
@@ -218,6 +234,11 @@ class Node:
     def tensor(self, name: str) -> Constant | None:
         attribute = self._take(name, AttributeProto.TENSOR, None)
         return None if attribute is None else self.importer.constant(attribute.t)
+
+    def tensor_proto(self, name: str) -> onnx.TensorProto | None:
+        """Return a tensor attribute as it is stored, or None."""
+        attribute = self._take(name, AttributeProto.TENSOR, None)
+        return None if attribute is None else attribute.t
 
     def sparse_tensor(self, name: str) -> onnx.SparseTensorProto | None:
         attribute = self._take(name, AttributeProto.SPARSE_TENSOR, None)

@@ -8,6 +8,7 @@ their shapes. Elements have one dtype and rank. A `RuntimeOptional` is a flag an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -56,6 +57,13 @@ class RuntimeOptional(Tuple):
         return self.fields[1]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MapSequence(Tuple):
+    """A sequence of maps from labels to numbers, stored as a matrix whose columns are the labels'."""
+
+    labels: tuple[str | int, ...] = ()
+
+
 # Leaves: the tensors that a value stands in
 
 
@@ -73,7 +81,7 @@ def rebuilt(value: Expr, parts: Sequence[Expr]) -> Expr:
         count = len(leaves(field))
         fields.append(rebuilt(field, rest[:count]))
         rest = rest[count:]
-    return type(value)(tuple(fields))
+    return replace(value, fields=tuple(fields))
 
 
 # Ragged sequences

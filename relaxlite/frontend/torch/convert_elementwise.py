@@ -6,6 +6,7 @@ Torch has decided the types of results; operands are cast to the type in which t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "erf": ops.erf,
     "exp": ops.exp,
     "expm1": ops.expm1,
+    "hardsigmoid": partial(ops.hard_sigmoid, alpha=1 / 6, beta=0.5),
     "hardswish": ops.hard_swish,
     "log": ops.log,
     "log1p": ops.log1p,

@@ -362,8 +362,8 @@ class _Basis:
 
     def __init__(self, u: Matrix, size: SymExpr) -> None:
         self.u, self.size = u, size
-        self.found, self.product = Variable("is_found", "int64"), Variable("product")
-        self.variables = (self.found, self.product)
+        self.is_complete, self.product = Variable("is_complete", "int64"), Variable("product")
+        self.variables = (self.is_complete, self.product)
 
     def complete(self, t: SymExpr) -> Stmt:
         """Build row t from the first unit vector that is far enough from the span of rows 0, ..., t - 1."""
@@ -384,8 +384,8 @@ class _Basis:
                 loops("i", (m,), lambda i: u.set((t, i), index(i).equals(index(e)).cast("float64"))),
                 loops("a", (sym(2),), lambda _: loops("r", (t,), project)),
                 total(self.product, m, lambda i: u[t, i] * u[t, i]),
-                IfThenElse(is_enough.value, seq(normalize, self.found.set(1))),
+                IfThenElse(is_enough.value, seq(normalize, self.is_complete.set(1))),
             )  # fmt: skip
 
-        search = loops("e", (m,), lambda e: IfThenElse(self.found.get().equals(0).value, attempt(e)))
-        return seq(self.found.set(0), search)
+        search = loops("e", (m,), lambda e: IfThenElse(self.is_complete.get().equals(0).value, attempt(e)))
+        return seq(self.is_complete.set(0), search)

@@ -1,4 +1,4 @@
-"""What ops on matrices share: access to each matrix of a batch, and the checks of operands."""
+"""Access to each matrix of a batch, and checks of operands, shared by ops on matrices."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_a_write_reaches_what_shares_the_memory(function: Any) -> None:
 
 
 def test_a_convolutional_network_in_inference_is_not_retraced() -> None:
-    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Hardsigmoid(inplace=True))
     program = torch.export.export(nn.Sequential(*layers).eval(), (torch.randn(1, 3, 8, 8),))
     with patch.object(torch.export.ExportedProgram, "run_decompositions", side_effect=AssertionError("retraced")):
         rl.from_torch(program)
