@@ -1,4 +1,8 @@
-"""Converters of activations whose formula torch's own decomposition does not give."""
+"""Converters of activations.
+
+Torch decomposes the rare ones, in a retrace that takes as long as the export; those of networks that are common stand
+here.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,31 @@ def elu(n: Node, self: Expr, alpha: float = 1, scale: float = 1, input_scale: fl
     negative = n.emit(ops.multiply(n.emit(ops.expm1(below)), number(n, alpha * scale)))
     positive = x if scale == 1 else n.emit(ops.multiply(x, number(n, scale)))
     return finished(n, ops.where(n.emit(ops.greater(x, number(n, 0))), positive, negative))
+
+
+@torch_op("aten.relu6")
+def relu6(n: Node, self: Expr) -> Expr:
+    above = n.emit(ops.maximum(self, n.operand(0, n.dtype())))
+    return n.emit(ops.minimum(above, n.operand(6, n.dtype())))
+
+
+@torch_op("aten.softplus")
+def softplus(n: Node, self: Expr, beta: float = 1, threshold: float = 20) -> Expr:
+    """log1p(exp(beta * x)) / beta; x where beta * x > threshold."""
+    (x,) = wide_operands(n, self)
+    scaled = x if beta == 1 else n.emit(ops.multiply(x, number(n, beta)))
+    smooth = n.emit(ops.log1p(n.emit(ops.exp(scaled))))
+    smooth = smooth if beta == 1 else n.emit(ops.divide(smooth, number(n, beta)))
+    return finished(n, ops.where(n.emit(ops.greater(scaled, number(n, threshold))), x, smooth))
+
+
+@torch_op("aten.glu")
+def glu(n: Node, self: Expr, dim: int = -1) -> Expr:
+    """The first half along a dimension times the sigmoid of the second."""
+    axis = n.axis(self, dim)
+    half = n.shape()[axis]
+    first, second = (n.emit(ops.slice(self, (k * half,), (half,), axes=(axis,))) for k in range(2))
+    return n.emit(ops.multiply(first, n.emit(ops.sigmoid(second))))
 
 
 @torch_op("aten.prelu", "aten._prelu_kernel")
