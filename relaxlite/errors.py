@@ -77,6 +77,10 @@ class OutOfBoundsError(ExecutionError):
     """The interpreter of tensor programs found an access outside a buffer, which machine code does not check."""
 
 
+class KernelFaultError(ExecutionError):
+    """The interpreter of GPU programs found a race, a read of unwritten memory, or a barrier that threads miss."""
+
+
 class OutOfMemoryError(ExecutionError, MemoryError):
     """An allocation of a tensor or an arena failed, or its size overflows 64 bits."""
 

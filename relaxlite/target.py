@@ -5,6 +5,9 @@
 (True, 256)
 >>> Target.parse(str(target)) == target
 True
+>>> gpu = Target.parse("cuda -arch=sm_90")
+>>> gpu.kind, gpu.cpu, gpu.gpu.multiprocessors, gpu.host_part.kind
+('cuda', 'sm_90', 132, 'llvm')
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -22,15 +26,19 @@ import llvmlite.binding as llvm
 from relaxlite.cpus import Microarchitecture, find
 from relaxlite.errors import InvalidArgumentError
 from relaxlite.features import CODEGEN_FEATURES, SYSTEM_FEATURES
+from relaxlite.gpus import GPUS, Gpu, installed
+from relaxlite.gpus import find as find_gpu
 from relaxlite.llvm_names import enabled_features, host_features, is_known_cpu, known_features, unknown_features
 from relaxlite.records import dataclass
 
-Kind = Literal["llvm"]
+Kind = Literal["llvm", "cuda"]
 
 _DEFAULT_L1_BYTES = 32 * 1024
 _DEFAULT_L2_BYTES = 512 * 1024
 _DEFAULT_L3_BYTES = 32 * 1024 * 1024
 _SYNTAX = "llvm [-mcpu=NAME] [-mattr=+x,-y,...] [-mtriple=TRIPLE] [-l1-bytes=N] [-l2-bytes=N] [-l3-bytes=N] [-cores=N]"
+_CUDA_SYNTAX = "cuda [-arch=sm_NN] [-sms=N]"
+_NVPTX = "nvptx64-nvidia-cuda"
 
 # x86 processors that every LLVM knows.
 _LEVELS = ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4")
@@ -42,6 +50,7 @@ class Target:
 
     The caches are those of one core; the last level, l3_bytes, may be shared.
     `cores` is a hint for schedules; 0: not known.
+    `gpu`: facts of the GPU of a target of kind "cuda", whose triple, cpu and features are those of LLVM's NVPTX.
     """
 
     triple: str
@@ -52,6 +61,7 @@ class Target:
     l3_bytes: int = _DEFAULT_L3_BYTES
     cores: int = 0
     kind: Kind = "llvm"
+    gpu: Gpu | None = None
 
     @staticmethod
     @cache
@@ -69,10 +79,15 @@ class Target:
 
     @staticmethod
     def parse(text: str) -> Target:
-        """A target from its text; "llvm" alone is the host. InvalidArgumentError says what is wrong with the text."""
+        """A target from its text; "llvm" alone is the host, "cuda" alone its GPU.
+
+        InvalidArgumentError says what is wrong with the text.
+        """
         kind, *options = shlex.split(text) or [""]
+        if kind == "cuda":
+            return _cuda(text, options)
         if kind != "llvm":
-            raise InvalidArgumentError(f"target {text!r}: unknown kind {kind!r}; write {_SYNTAX}")
+            raise InvalidArgumentError(f"target {text!r}: unknown kind {kind!r}; write {_SYNTAX} or {_CUDA_SYNTAX}")
         if not options:
             return Target.host()
         return _from_options(text, dict(_parse_option(text, option) for option in options))
@@ -88,8 +103,13 @@ class Target:
         return tuple(filter(self.has, CODEGEN_FEATURES.get(self.architecture, named)))
 
     @property
+    def host_part(self) -> Target:
+        """The processor that runs the host's part of code for this target: for a GPU this machine's, else itself."""
+        return self if self.kind == "llvm" else Target.host()
+
+    @property
     def runs_here(self) -> bool:
-        """Whether this processor can run code that is made for the target."""
+        """Whether this processor can run code that is made for the target; for a GPU its host part does not suffice."""
         host = Target.host()
         is_alike = self.architecture == host.architecture and self._system == host._system
         return is_alike and all(map(host.has, self.required_features))
@@ -159,6 +179,9 @@ class Target:
         return ",".join([*self.features, *(f"-{name}" for name in unused)])
 
     def __str__(self) -> str:
+        if self.gpu is not None:
+            usual = find_gpu(self.gpu.arch)
+            return f"cuda -arch={self.gpu.arch}" + ("" if self.gpu == usual else f" -sms={self.gpu.multiprocessors}")
         parts = [self.kind, f"-mcpu={self.cpu}", f"-mtriple={self.triple}"]
         if self.features:
             parts.append(f"-mattr={','.join(self.features)}")
@@ -200,6 +223,24 @@ def _from_options(text: str, options: Mapping[str, str]) -> Target:
         l3_bytes=_parse_count(text, options, "l3-bytes", _DEFAULT_L3_BYTES),
         cores=_parse_count(text, options, "cores", 0),
     )
+
+
+def _cuda(text: str, options: Sequence[str]) -> Target:
+    """A GPU as a target."""
+    values: dict[str, str] = {}
+    for option in options:
+        match = re.fullmatch(r"-(arch|sms)=(.+)", option)
+        if match is None:
+            raise InvalidArgumentError(f"target {text!r}: cannot read option {option!r}; write {_CUDA_SYNTAX}")
+        values[match[1]] = match[2]
+    gpu = find_gpu(values["arch"]) if "arch" in values else installed()
+    if gpu is None and "arch" not in values:
+        raise InvalidArgumentError(f"target {text!r}: no GPU with a driver is here; name one, as in 'cuda -arch=sm_80'")
+    if gpu is None:
+        known = ", ".join(known.arch for known in GPUS)
+        raise InvalidArgumentError(f"target {text!r}: unknown architecture {values['arch']!r}; there are {known}")
+    gpu = replace(gpu, multiprocessors=_parse_count(text, values, "sms", gpu.multiprocessors))
+    return Target(_NVPTX, gpu.arch, (f"+{gpu.ptx}",), l2_bytes=gpu.l2_bytes, kind="cuda", gpu=gpu)
 
 
 def _generic_cpu(triple: str) -> str:

@@ -450,7 +450,7 @@ def test_a_module_needs_main(bb: BlockBuilder) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("cuda", "target 'cuda': unknown kind 'cuda'"),
+        ("vulkan", "target 'vulkan': unknown kind 'vulkan'"),
         ("llvm --fast", "cannot read option '--fast'"),
         ("llvm -mtriple=moon-rock", "LLVM does not know the triple 'moon-rock'"),
         ("llvm -mattr=avx2", r"feature 'avx2' must be '\+' or '-' and a name"),

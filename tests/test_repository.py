@@ -23,7 +23,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 # What each part may import of relaxlite, beside itself.
-BASE = {"errors", "config", "cpus", "dtypes", "features", "records", "target", "version"}
+BASE = {"errors", "config", "cpus", "dtypes", "features", "gpus", "records", "target", "version"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -35,8 +35,9 @@ LAYERS: dict[str, set[str]] = {
     "dtypes": {"errors"},
     "features": set(),
     "cpus": {"records"},
+    "gpus": {"records"},
     "llvm_names": {"features"},
-    "target": {"errors", "cpus", "features", "llvm_names", "records"},
+    "target": {"errors", "cpus", "features", "gpus", "llvm_names", "records"},
     "nesting": {"errors", "dtypes", "records"},
     "models": {"errors", "config", "records"},
     "ir": BASE,

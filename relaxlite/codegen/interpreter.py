@@ -14,6 +14,7 @@ import numpy as np
 
 from relaxlite import dtypes
 from relaxlite.codegen.python_source import compile_to_python, poisoned
+from relaxlite.codegen.simt import run_launches
 from relaxlite.errors import ExecutionError, InputError, OutOfBoundsError, ShapeMismatchError
 from relaxlite.ir.builder import BlockBuilder, result_types
 from relaxlite.ir.expr import (
@@ -34,6 +35,7 @@ from relaxlite.ir.expr import (
     TupleGetItem,
     Var,
 )  # fmt: skip
+from relaxlite.ir.launch import has_launches
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import Op
 from relaxlite.ir.program import TensorProgram
@@ -53,10 +55,14 @@ def run_program(
     """Run a tensor program with the interpreter; returns the outputs, allocated where `outputs` is None.
 
     `symbols`: a mapping, a sequence in the program's order, or None to read them off the inputs' shapes. InputError for
-    arrays of another shape or dtype, OutOfBoundsError for an access outside of a buffer.
+    arrays of another shape or dtype, OutOfBoundsError for an access outside of a buffer, KernelFaultError for a program
+    of a GPU that depends on the order of its threads.
     """
     values = program_symbols(program, inputs, symbols)
     outputs = program_outputs(program, inputs, values, outputs, name)
+    if has_launches(program):
+        run_launches(program, (*inputs, *outputs), values)
+        return list(outputs)
     kernel = compile_to_python(program, name)
     try:
         with np.errstate(all="ignore"):

@@ -14,6 +14,7 @@
     pair(a, b) = a | b << 16                                                int32 of the bits of two bfloat16
     dot2_pairs(c, a, b)                                                     dot2_bf16 of two such pairs
     dot2_halves(c, a, b)                                                    dot2_i16 of the halves of two int32
+    shuffle_xor(a, n) = a of the lane whose number differs in the bits of n float32, between the threads of a warp
 
 `max_a` and `max_b` are literal bounds of the bytes of a and of the absolute values of the bytes of b: small numbers
 have faster code on processors without a 4-way dot product. The table of lookup_bytes is four literals, lowest bytes
@@ -95,6 +96,9 @@ DOT2_PACKED_INT16 = "dot2_halves"
 LOOKUP = "lookup_bytes"
 """Table lookup of 4-bit codes (a codebook), four codes per int32."""
 
+SHUFFLE_XOR = "shuffle_xor"
+"""Exchange between the 32 threads of a warp, which all execute it; the distance is a literal below 32."""
+
 INTRINSICS: Mapping[str, IntrinsicSignature] = {
     "fma": IntrinsicSignature((None, None, None), None),
     DOT4_PACKED_U8S8: IntrinsicSignature(("int32",) * 5, "int32"),
@@ -110,6 +114,7 @@ INTRINSICS: Mapping[str, IntrinsicSignature] = {
     PACK_BF16: IntrinsicSignature(("bfloat16", "bfloat16"), "int32"),
     DOT2_PACKED_BF16: IntrinsicSignature(("float32", "int32", "int32"), "float32"),
     DOT2_PACKED_INT16: IntrinsicSignature(("int32", "int32", "int32"), "int32"),
+    SHUFFLE_XOR: IntrinsicSignature(("float32", "int32"), "float32"),
 }
 
 

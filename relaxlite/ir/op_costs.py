@@ -15,6 +15,7 @@ from relaxlite.ir.intrinsics import (
     PACK_BF16,
     PACK_BYTES,
     ROUND_TO_INT32,
+    SHUFFLE_XOR,
 )
 from relaxlite.ir.program import Binary, Intrinsic, Stmt, Unary, Value
 from relaxlite.ir.program_visitor import all_values, walk_values
@@ -38,6 +39,7 @@ FLOPS: Mapping[str, int] = {
     PACK_BF16: 0,
     DOT2_PACKED_BF16: 4,
     DOT2_PACKED_INT16: 4,
+    SHUFFLE_XOR: 0,
     **{name: 2 * dot.length for name, dot in DOT_PRODUCTS.items()},
     "isnan": 0,
     "isinf": 0,

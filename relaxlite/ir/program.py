@@ -25,7 +25,7 @@ LoopKind: TypeAlias = OneOf[
     "serial", "parallel", "vectorized", "unrolled", "block_x", "block_y", "block_z", "thread_x", "thread_y", "thread_z"
 ]
 CallingConvention: TypeAlias = OneOf["c", "status", "arrays"]
-MemoryScope: TypeAlias = OneOf["global", "local"]  # local: registers or stack, of constant size
+MemoryScope: TypeAlias = OneOf["global", "shared", "local"]  # shared: of a block's threads; local: registers or stack
 
 UNARY = (
     "neg", "not", "bitwise_not", "abs", "sign", "sqrt", "floor", "ceil", "round", "trunc", "exp", "log", "log1p",
@@ -202,7 +202,8 @@ Value: TypeAlias = (
 class For:
     """Loop `for var in range(extent)`.
 
-    Iterations of a "parallel" loop or a GPU axis are independent. A "vectorized" loop has a constant extent.
+    Iterations of a "parallel" loop are independent, and so are blocks of a GPU's grid; threads of a block meet at
+    barriers (ir/launch.py). A "vectorized" loop has a constant extent.
     """
 
     var: SymVar

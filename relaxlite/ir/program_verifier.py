@@ -12,6 +12,7 @@ from relaxlite import dtypes
 from relaxlite.errors import VerifyError
 from relaxlite.ir.attributes import WRITES_INPUTS, attribute_problem
 from relaxlite.ir.intrinsics import INTRINSICS, type_error
+from relaxlite.ir.launch_verifier import LAUNCH_RULES, launch_problem
 from relaxlite.ir.printer import excerpt
 from relaxlite.ir.program import (
     BINARY,
@@ -60,6 +61,7 @@ PROGRAM_RULES = {
     "library": "a library is called with literals, integers and addresses of elements, and only there addresses are",
     "attribute": "attributes are those of ir/attributes.py, with values of their kinds",
     "extent": "a vectorized loop has a constant extent, a local buffer a constant size",
+    **LAUNCH_RULES,
 }
 
 
@@ -104,6 +106,9 @@ class _ProgramVerifier:
         if not program.attrs.get(WRITES_INPUTS):
             self._read_only = frozenset(program.inputs)
         self._stmt(program.body)
+        if (broken := launch_problem(program)) is not None:
+            self._at = broken.stmt
+            self._fail(broken.rule, broken.message)
 
     def _declare(self, declared: set[SymVar] | set[Buffer], item: SymVar | Buffer, rule: str, message: str) -> None:
         if item in declared:

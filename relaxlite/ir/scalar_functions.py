@@ -40,6 +40,7 @@ from relaxlite.ir.intrinsics import (
     PACK_BF16,
     PACK_BYTES,
     ROUND_TO_INT32,
+    SHUFFLE_XOR,
     type_error,
 )
 
@@ -211,6 +212,8 @@ def apply_intrinsic(name: str, args: tuple[Array, ...]) -> Array:
     problem = type_error(name, arg_dtypes, (signature and signature.result) or (arg_dtypes[0] if arg_dtypes else ""))
     if problem is not None:
         raise TypeError(problem)
+    if name == SHUFFLE_XOR:
+        raise TypeError("shuffle_xor has no meaning outside of a warp (codegen/simt.py)")
     if name == "fma" and arg_dtypes[0] == "float32":  # float64 holds the products exactly: one rounding
         x, y, z = (arg.astype(np.float64) for arg in args)
         with np.errstate(all="ignore"):

@@ -22,6 +22,7 @@ from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, OUT_OF_MEMORY
 from relaxlite.codegen.llvm.module import emit_kernel
 from relaxlite.errors import ExecutionError, OutOfBoundsError, OutOfMemoryError
 from relaxlite.ir.attributes import WRITES_INPUTS
+from relaxlite.ir.launch import has_launches
 from relaxlite.ir.program import Allocate, For, IfThenElse, IndexValue, LetIndex, Seq, Stmt, TensorProgram
 from relaxlite.ir.program_visitor import stmt_values, walk_values
 from relaxlite.ir.symbolic import SymExpr, SymVar, evaluate
@@ -44,7 +45,7 @@ def run_program(
     """Run a tensor program; the same arguments, results and errors as `interpreter.run_program`."""
     values = interpreter.program_symbols(program, inputs, symbols)
     steps = _steps(program.body, values)
-    if steps <= MAX_STEPS:
+    if steps <= MAX_STEPS or has_launches(program):
         return interpreter.run_program(program, inputs, values, outputs, name)
     result = interpreter.program_outputs(program, inputs, values, outputs, name)
     arrays = [np.require(array, requirements="C") for array in (*inputs, *result)]

@@ -37,6 +37,7 @@ from relaxlite.ir.parser import parse_module
 from relaxlite.ir.program import (
     AddressOf,
     Allocate,
+    Barrier,
     Binary,
     Buffer,
     CallLibrary,
@@ -57,6 +58,7 @@ from relaxlite.ir.program import (
     TensorProgram,
     Unary,
     Value,
+    seq,
 )
 from relaxlite.ir.program_verifier import PROGRAM_RULES
 from relaxlite.ir.symbolic import SymVar, sym
@@ -681,8 +683,24 @@ def test_operations_are_known() -> None:
     program_refused("operation", "unknown operation 'equals'", Check(Compare("equals", X0, X0), "m"))
     program_refused("operation", "unknown combination 'sub'; known: add, mul", replace(store(X0), combine="sub"))
     program_refused("operation", "unknown kind of loop 'gpu'", For(I, sym(4), Seq(()), "gpu"))  # type: ignore[arg-type]
-    shared = Buffer.of("t", (1,), F32, "shared")  # type: ignore[arg-type]
-    program_refused("operation", "unknown scope 'shared'", Allocate(shared, Seq(())))
+    private = Buffer.of("t", (1,), F32, "private")  # type: ignore[arg-type]
+    program_refused("operation", "unknown scope 'private'", Allocate(private, Seq(())))
+
+
+def test_launches_are_well_formed() -> None:
+    """tests/gpu/test_launches.py breaks each rule in several ways."""
+
+    def launch(body: Stmt) -> Stmt:
+        return For(SymVar("b"), sym(4), For(I, sym(32), body, "thread_x"), "block_x")
+
+    shared = Buffer.of("t", (1,), F32, "shared")
+    accepted(launch(Barrier()))
+    program_refused("axes", "thread_x of i stands outside of blocks", For(I, sym(4), Seq(()), "thread_x"))
+    program_refused("host", f"{B.name} is accessed outside of launches", seq(launch(Seq(())), store(X0)))
+    program_refused("scope", "the shared buffer t is not between block and thread axes", Allocate(shared, Seq(())))
+    first = Compare("lt", IndexValue(sym(I)), IndexValue(sym(1)))
+    program_refused("barrier", "a barrier under a condition", launch(IfThenElse(first, Barrier())))
+    program_refused("warp", "unknown warp instruction 'add'", launch(CallLibrary("warp", "add", ())))
 
 
 def test_sizes_are_constant_where_they_must_be() -> None:

@@ -56,7 +56,6 @@ def draw_step(draw: Draw, s: Schedule) -> Callable[[], Any]:
         "unroll": lambda: s.unroll(loop),
         "vectorize": lambda: s.vectorize(loop),
         "parallelize": lambda: s.parallelize(loop),
-        "bind": lambda: s.bind(loop, draw(st.sampled_from(("block_x", "thread_x")))),
         "stage": lambda: s.stage(
             buffer, loop, scope=draw(st.sampled_from(("local", "global"))), order=order(draw, s, buffer)
         ),
@@ -71,7 +70,7 @@ def draw_step(draw: Draw, s: Schedule) -> Callable[[], Any]:
 
 KINDS = (
     *("split", "reorder", "distribute", "stage", "compute_at", "decompose_reduction", "vectorize", "parallelize") * 2,
-    *("fuse", "pack", "split_reduction", "tensorize", "predicate", "specialize", "unroll", "unroll", "bind"),
+    *("fuse", "pack", "split_reduction", "tensorize", "predicate", "specialize", "unroll", "unroll"),
 )
 FITS: dict[str, Callable[[For], bool]] = {
     "distribute": lambda loop: isinstance(loop.body, Seq),
