@@ -281,6 +281,7 @@ EXAMPLES: dict[str, Example] = {
         "x: f32[n, 256]", "y = matmul(x, weights(256, 128))", "legalize", cpu="znver4", shown=("main",)
     ),
     "schedule": Example("x: f32[n, 64]", "y = relu(x)", "legalize"),
+    "schedule_gpu": Example("x: f32[n, 64]", "y = relu(x)", "legalize"),
     "pack_constants": Example("x: f32[n, 64]", "y = matmul(x, weights(64, 64))", "legalize schedule", shown=("main",)),
     "lower_dps": Example("x: f32[n, 4]", "y = relu(x)", "legalize"),
     "lift_workspaces": Example(

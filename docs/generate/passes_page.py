@@ -13,7 +13,7 @@ from docs.generate.pass_examples import DTYPES, EXAMPLES, before_and_after
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.op import REQUIRED, all_ops
 from relaxlite.passes.manager import Pass
-from relaxlite.passes.pipeline import PASSES, default_pipeline
+from relaxlite.passes.pipeline import PASSES, all_passes
 
 HEAD = """\
 # The passes
@@ -44,11 +44,11 @@ def render() -> str:
 
 
 def _stages() -> dict[str, str]:
-    """The title of the stage of each pass, from the docstring and the comments of `default_pipeline`."""
-    docs = re.findall(r"^ +([A-Z])  (.+?) {2,}", default_pipeline.__doc__ or "", re.MULTILINE)
+    """The title of the stage of each pass, from the docstring and the comments of `all_passes`."""
+    docs = re.findall(r"^ +([A-Z])  (.+?) {2,}", all_passes.__doc__ or "", re.MULTILINE)
     titles = {letter: f"Stage {letter}: {name}" for letter, name in docs}
     stages, title = {}, ""
-    for letter, name in re.findall(r'# ([A-Z])$|_step\(\s*"(\w+)"', inspect.getsource(default_pipeline), re.MULTILINE):
+    for letter, name in re.findall(r'# ([A-Z])$|_step\(\s*"(\w+)"', inspect.getsource(all_passes), re.MULTILINE):
         title = titles.get(letter, title)
         stages[name] = title
     return stages

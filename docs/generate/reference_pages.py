@@ -11,7 +11,7 @@ from pathlib import Path
 
 import relaxlite
 from docs.generate.page_text import cell, cell_of, first_paragraph, table
-from relaxlite import config, cpus, errors, llm, target
+from relaxlite import config, cpus, errors, gpus, llm, target
 from relaxlite.cli.parser import COMMANDS, make_parser
 from relaxlite.ir import ops
 
@@ -149,16 +149,24 @@ def render_targets() -> str:
     ]
     return "\n".join(
         [
-            f"# Targets\n\n{MADE} `relaxlite/target.py` and `relaxlite/cpus.py`.\n",
-            f"A target is one line of text:\n\n```text\n{target._SYNTAX}\n```\n",
+            f"# Targets\n\n{MADE} `relaxlite/target.py`, `relaxlite/cpus.py` and `relaxlite/gpus.py`.\n",
+            f"A target is one line of text:\n\n```text\n{target._SYNTAX}\n{target._CUDA_SYNTAX}\n```\n",
             inspect.cleandoc(_OPTIONS_OF_TARGETS),
             "\n## Processors\n",
             "Schedules ask for facts about a processor. A target has the first row that matches LLVM's name of",
             "its CPU and the width of its vectors: [how to add one](../howto-add/processor.md).\n",
             table(["row", "LLVM's names", "bits of a vector"], rows),
+            "\n## GPUs\n",
+            "`cuda` alone is this machine's GPU; `-sms` is the number of its multiprocessors. How models run on GPUs:",
+            "[GPUs](../gpu.md).\n",
+            table(["`-arch`", "multiprocessors", "shared memory of a block"], _gpu_rows()),
             "",
         ]
     )
+
+
+def _gpu_rows() -> list[list[str]]:
+    return [[f"`{g.arch}`", str(g.multiprocessors), f"{g.max_shared_bytes >> 10} KiB"] for g in gpus.GPUS]
 
 
 _OPTIONS_OF_TARGETS = """

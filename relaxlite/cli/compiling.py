@@ -27,7 +27,7 @@ from relaxlite.library import names_of, rules_for
 from relaxlite.loading import import_file
 from relaxlite.passes.context import DEFAULT_PRECISION, PassContext
 from relaxlite.passes.manager import Pass
-from relaxlite.passes.pipeline import PASSES, default_pipeline
+from relaxlite.passes.pipeline import PASSES, pipeline_of
 from relaxlite.passes.schedule.tuning import Tuning
 from relaxlite.runtime.executable import ENTRY, ExecutableData
 from relaxlite.signature import signature_of
@@ -120,7 +120,7 @@ def pass_progress(title: str, context: PassContext) -> Iterator[Callable[[str], 
 
     Yield a function that sets the text beside the bar until the first pass.
     """
-    steps = len(default_pipeline())
+    steps = len(pipeline_of(context.target.kind))
     form = "{desc} {bar:24} {n_fmt}/{total_fmt} {postfix}"
     with tqdm(total=steps + 2, desc=title, bar_format=form, leave=False, disable=None) as bar:
 

@@ -8,17 +8,18 @@ from relaxlite.cli.compiling import find_pass, import_model, make_context, show_
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.printer import print_module
 from relaxlite.passes.manager import run_passes
-from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.passes.pipeline import pipeline_of
 from relaxlite.passes.schedule.primitives import steps_of
 
 
 def show_ir_view(args: argparse.Namespace) -> None:
     """Print the view that --ir, --after PASS, --notes or --schedules asks for."""
-    name = "schedule" if args.schedules else args.after
-    last = find_pass(name) if name else None
     context = make_context(args)
+    steps = pipeline_of(context.target.kind)
+    scheduling = next(step.name for step in steps if step.name in ("schedule", "schedule_gpu"))
+    name = scheduling if args.schedules else args.after
+    last = find_pass(name) if name else None
     module = import_model(args, context)
-    steps = default_pipeline()
     if last is not None:
         steps = steps[: 1 + [step.name for step in steps].index(last.name)]
     if not args.ir:

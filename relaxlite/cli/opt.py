@@ -14,7 +14,7 @@ from relaxlite.ir.parser import parse_module
 from relaxlite.ir.printer import print_module
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.manager import Pass, run_passes
-from relaxlite.passes.pipeline import PASSES, default_pipeline
+from relaxlite.passes.pipeline import PASSES, all_passes
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -52,7 +52,7 @@ def _read(file: str) -> IRModule:
 
 def _check_stage(module: IRModule, first: Pass) -> None:
     """Raise RelaxliteError unless the module is at the level of the first pass's input in the pipeline."""
-    pipeline = default_pipeline()
+    pipeline = all_passes()
     position = [step.name for step in pipeline].index(first.name)
     stage = pipeline[position - 1].stage if position else "graph"
     try:

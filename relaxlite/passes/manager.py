@@ -12,12 +12,14 @@ from relaxlite.ir.printer import print_module
 from relaxlite.ir.verifier import verify
 from relaxlite.passes.context import PassContext
 from relaxlite.records import dataclass
+from relaxlite.target import Kind
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
     """`stage` names the rules that hold after the pass (ir/verifier.py), `why` what places it in a pipeline. Where the
-    passes `after` and `before` are in the pipeline too, this one stands after and before them."""
+    passes `after` and `before` are in the pipeline too, this one stands after and before them. `kinds`: the kinds of
+    targets whose pipeline it is in."""
 
     name: str
     run: Callable[[IRModule, PassContext], IRModule]
@@ -27,6 +29,7 @@ class Pass:
     why: str = ""
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
+    kinds: tuple[Kind, ...] = ("llvm", "cuda")
 
 
 def checked_order(*passes: Pass, is_complete: bool = False) -> tuple[Pass, ...]:

@@ -7,7 +7,7 @@ names, and are checked when a pipeline is built (manager.checked_order).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from relaxlite.ir.module import IRModule
 from relaxlite.passes.context import PassContext
@@ -48,6 +48,11 @@ from relaxlite.passes.products.constant_weights import inner_products, word_prod
 from relaxlite.passes.products.pack_constants import pack_constants
 from relaxlite.passes.products.winograd_convolution import winograd
 from relaxlite.passes.schedule.cpu.programs import schedule_cpu
+from relaxlite.passes.schedule.gpu.programs import schedule_gpu
+from relaxlite.target import Kind
+
+_CPU: tuple[Kind, ...] = ("llvm",)
+"""Kinds of targets of passes that decide by facts of CPUs."""
 
 PassFunction: TypeAlias = "Callable[[IRModule], IRModule] | Callable[[IRModule, PassContext], IRModule]"
 
@@ -61,12 +66,13 @@ def _step(
     after: tuple[str, ...] = (),
     before: tuple[str, ...] = (),
     rounds: bool = False,
+    kinds: tuple[Kind, ...] = get_args(Kind),
 ) -> Pass:
     """A row of the table; a function of the module alone gets no context."""
     summary = (run.__doc__ or "").strip().split("\n")[0]
     takes_context = run.__code__.co_argcount > 1
     whole: Any = run if takes_context else lambda module, _: run(module)  # type: ignore[call-arg]
-    return Pass(name, whole, stage, summary, rounds, why, after, before)
+    return Pass(name, whole, stage, summary, rounds, why, after, before, kinds)
 
 
 def _note_costs(module: IRModule, context: PassContext) -> IRModule:
@@ -75,8 +81,18 @@ def _note_costs(module: IRModule, context: PassContext) -> IRModule:
     return module
 
 
+def pipeline_of(kind: Kind) -> tuple[Pass, ...]:
+    """The passes for targets of a kind, in order."""
+    return checked_order(*(step for step in all_passes() if kind in step.kinds))
+
+
 def default_pipeline() -> tuple[Pass, ...]:
-    """From graph operators to what codegen takes.
+    """The passes for CPUs."""
+    return pipeline_of("llvm")
+
+
+def all_passes() -> tuple[Pass, ...]:
+    """From graph operators to what codegen takes, for every kind of target.
 
     A  canonicalize       small and equal things disappear; shapes become symbols; quantized weights keep to few bits;
                           ops made of others are taken apart, and those that exporters took apart are put together;
@@ -92,11 +108,11 @@ def default_pipeline() -> tuple[Pass, ...]:
         _step("decompose", decompose, "graph", "rules below are written for basic ops"),
         _step(
             "integer_products", integer_products, "graph", "dequantize_blocks still stands beside its matmul",
-            before=("fold_constants", "keep_quantized"), rounds=True,
+            before=("fold_constants", "keep_quantized"), rounds=True, kinds=_CPU,
         ),
         _step(
             "byte_products", byte_products, "graph", "quantize and dequantize still stand around a product",
-            before=("fold_constants", "keep_quantized"),
+            before=("fold_constants", "keep_quantized"), kinds=_CPU,
         ),
         _step(
             "keep_quantized", keep_quantized, "graph", "folding would widen the codes of weights",
@@ -110,7 +126,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         ),
         _step(
             "channels_last", channels_last, "graph", "filters are constants, which are transposed here",
-            after=("fold_constants_again",), before=("dispatch",),
+            after=("fold_constants_again",), before=("dispatch",), kinds=_CPU,
         ),
         _step(
             "simplify_algebra_again", simplify_algebra, "graph", "transposes that layouts brought meet and cancel",
@@ -122,7 +138,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         ),
         _step(
             "lower_precision", lower_precision, "graph", "each part of a split product is rounded or not",
-            after=("split_products",), before=("dispatch",), rounds=True,
+            after=("split_products",), before=("dispatch",), rounds=True, kinds=_CPU,
         ),
         _step(
             "eliminate_common", eliminate_common, "graph", "patterns below need one user of a value, not two copies",
@@ -135,7 +151,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         ),
         _step(
             "narrow_attention", narrow_attention, "graph", "needs attention as one op", after=("fuse_attention",),
-            rounds=True,
+            rounds=True, kinds=_CPU,
         ),
         _step(
             "decompose_again", decompose, "graph", "ops that no pattern wanted whole are taken apart",
@@ -169,7 +185,7 @@ def default_pipeline() -> tuple[Pass, ...]:
         ),
         _step(
             "pair_products", pair_products, "lowered", "epilogues are known", after=("fuse_programs",),
-            before=("join_calls",),
+            before=("join_calls",), kinds=_CPU,
         ),
         _step("join_calls", join_calls, "lowered", "what is left side by side is final", after=("fuse_programs",)),
         _step(
@@ -184,23 +200,27 @@ def default_pipeline() -> tuple[Pass, ...]:
         # D
         _step(
             "winograd", winograd, "lowered", "makes loops to be scheduled", after=("fuse_programs",),
-            before=("schedule",),
+            before=("schedule",), kinds=_CPU,
         ),
         _step(
             "word_products", word_products, "lowered", "makes loops to be scheduled; is faster than inner_products",
-            before=("inner_products", "schedule"), rounds=True,
+            before=("inner_products", "schedule"), rounds=True, kinds=_CPU,
         ),
         _step(
             "inner_products", inner_products, "lowered", "makes loops to be scheduled of products that are left",
-            before=("schedule",),
+            before=("schedule",), kinds=_CPU,
         ),
         _step(
             "schedule", schedule_cpu, "lowered", "tiles need whole loops, and say how weights are to lie",
-            before=("pack_constants", "lower_dps"),
+            before=("pack_constants", "lower_dps"), kinds=_CPU,
+        ),
+        _step(
+            "schedule_gpu", schedule_gpu, "lowered", "grids need whole loops", after=("fuse_programs",),
+            before=("lower_dps",), kinds=("cuda",),
         ),
         _step(
             "pack_constants", pack_constants, "lowered", "lays weights as schedules want them", after=("schedule",),
-            before=("lower_dps",),
+            before=("lower_dps",), kinds=_CPU,
         ),
         # E
         _step("lower_dps", lower_dps, "dps", "memory is planned of explicit outputs", before=("plan_memory",)),
@@ -223,4 +243,4 @@ def default_pipeline() -> tuple[Pass, ...]:
     )  # fmt: skip
 
 
-PASSES: dict[str, Pass] = {step.name: step for step in default_pipeline()}
+PASSES: dict[str, Pass] = {step.name: step for step in all_passes()}

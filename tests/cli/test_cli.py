@@ -26,7 +26,7 @@ from relaxlite.cli import parser as cli_parser
 from relaxlite.cli.inspect import summary
 from relaxlite.cli.run import file_names
 from relaxlite.cli.sizes import bytes_text
-from relaxlite.passes.pipeline import PASSES
+from relaxlite.passes.pipeline import PASSES, default_pipeline
 from relaxlite.runtime import artifact
 from relaxlite.runtime.roofline import MachineLimits, MemoryLevel, save_limits
 from tests.support.paths import ROOT
@@ -331,7 +331,7 @@ def test_compile_shows_the_time_of_each_pass_on_stderr(run: Run) -> None:
     done = run("compile", "-v", "toy.onnx", "-o", "out.rlx")
     assert done.status == 0 and "codegen" not in done.out
     rows = re.findall(r"^  (\w+) +[\d.]+ ms +\d+%$", done.err, re.MULTILINE)
-    assert rows == ["import", *PASSES, "codegen", "total"]
+    assert rows == ["import", *(step.name for step in default_pipeline()), "codegen", "total"]
 
 
 @pytest.mark.parametrize(
@@ -628,7 +628,7 @@ def test_opt_gives_back_what_it_read(run: Run, module_text: str) -> None:
 
 
 def test_opt_runs_passes_in_order_and_in_pipes(run: Run, module_text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = list(PASSES)
+    names = [step.name for step in default_pipeline()]
     Path("all.py").write_text(module_text)
     together = run("opt", "all.py", *(word for name in names for word in ("-p", name)))
     assert together.status == 0 and together.err == ""

@@ -20,6 +20,7 @@ from relaxlite import dtypes
 from relaxlite.ir.analyzer import Analyzer
 from relaxlite.ir.attributes import WORKSPACES
 from relaxlite.ir.expr import Attrs, Call, Expr, GlobalVar, ShapeValue, Var
+from relaxlite.ir.launch import is_launch
 from relaxlite.ir.module import Definition, IRModule
 from relaxlite.ir.op import get_op
 from relaxlite.ir.program import Allocate, Binder, Buffer, For, IfThenElse, Stmt, TensorProgram
@@ -83,7 +84,9 @@ def _workspaces(name: str, program: TensorProgram, context: PassContext) -> _Wor
 
 
 def _allocations(stmt: Stmt, path: tuple[Stmt, ...]) -> Iterator[tuple[Allocate, tuple[Stmt, ...]]]:
-    """Allocations of a statement, with the enclosing statements from the outside in."""
+    """Allocations of a statement outside of launches, with the enclosing statements from the outside in."""
+    if is_launch(stmt):
+        return
     if isinstance(stmt, Allocate):
         yield stmt, path
     for child in stmt_children(stmt):
@@ -91,7 +94,7 @@ def _allocations(stmt: Stmt, path: tuple[Stmt, ...]) -> Iterator[tuple[Allocate,
 
 
 def _has_parallel(stmt: Stmt) -> bool:
-    return any(isinstance(s, For) and s.kind == "parallel" for s in walk_stmts(stmt))
+    return any(isinstance(s, For) and (s.kind == "parallel" or is_launch(s)) for s in walk_stmts(stmt))
 
 
 def _obstacle(buffer: Buffer, path: tuple[Stmt, ...], program: TensorProgram) -> str | None:
