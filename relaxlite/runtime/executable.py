@@ -19,6 +19,18 @@ from relaxlite.version import __version__
 
 ENTRY = "main"
 
+# Names that code of launches on a GPU imports: a routine of the driver, and cells (8-byte words) by prefix.
+LAUNCH_ROUTINE = "cuLaunchKernel"
+STREAM_CELL = "relaxlite_gpu.stream"
+LAUNCH_CELLS = {"function": "relaxlite_gpu.function.", "status": "relaxlite_gpu.status."}
+LAUNCH_FAILED = -1000  # minus the driver's error: the status of a kernel whose launch the driver refused
+
+
+def launch_symbol(kernel: str, number: int) -> str:
+    """Name of the device function of a kernel's launch."""
+    return f"{kernel}_{number}"
+
+
 ImmValue: TypeAlias = "int | str | tuple[ImmValue, ...] | None"
 SymbolBounds: TypeAlias = tuple[int | None, int | None, int]  # lower, upper, divisor
 
@@ -121,6 +133,7 @@ class KernelInfo:
     num_buffers: int | None = None
     num_symbols: int | None = None
     cost: KernelCost | None = None
+    launches: int = 0  # on a GPU; device functions are named by `launch_symbol`
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +204,20 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """Requirements of the object code on the machine: target triple, CPU name, features."""
+    """Requirements of the object code on the machine: target triple, CPU name, features.
+
+    `device`: the target of the code of launches, such as "cuda -arch=sm_80"; empty without launches.
+    """
 
     triple: str = ""
     cpu: str = ""
     features: tuple[str, ...] = ()  # LLVM's names, all required: "avx2", "avx512f", ...
+    device: str = ""
+
+    @property
+    def processor(self) -> str:
+        """The processor that does the work: the GPU, else the CPU."""
+        return self.device or self.cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +281,7 @@ class ExecutableData:
         default_factory=dict
     )  # object code of the runtime's own functions by key, see support.py
     extra_entries: Mapping[str, Entry] = field(default_factory=dict)  # exported functions besides ENTRY, by name
+    device_modules: tuple[bytes, ...] = ()  # PTX of the kernels' launches
 
     @property
     def entries(self) -> dict[str, Entry]:

@@ -23,7 +23,7 @@ import llvmlite
 from relaxlite import config
 from relaxlite.codegen.kernel_cache import open_cache, sources_key
 from relaxlite.codegen.llvm import isolated, machine_code
-from relaxlite.codegen.llvm.module import KernelText, emit_kernel, emit_program
+from relaxlite.codegen.llvm.module import KernelText, emit_kernel
 from relaxlite.errors import CodegenError
 from relaxlite.ir.encoding import fingerprint
 from relaxlite.ir.program import TensorProgram
@@ -39,7 +39,9 @@ _SOURCES = (
     "dtypes.py",
     "target.py",
     "cpus.py",
+    "gpus.py",
     "llvm_names.py",
+    "runtime/executable.py",
     "runtime/host.py",
     "runtime/libraries.py",
 )  # all sources that decide about generated code
@@ -48,9 +50,10 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class ObjectCode:
-    """Relocatable object files of kernels, and the kernels' symbols by program name."""
+    """Relocatable object files of kernels, PTX of their launches, and the kernels' symbols by program name."""
 
     objects: tuple[bytes, ...]
+    device_modules: tuple[bytes, ...]
     kernels: dict[str, KernelInfo]
     num_compiled: int  # objects that LLVM compiled; the others come from the cache
     timings: dict[str, float]  # seconds: "look_up", "emit", "llvm"
@@ -58,19 +61,22 @@ class ObjectCode:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """A cache entry: object code, and the messages of the kernel's checks."""
+    """A cache entry: object code, the messages of the kernel's checks, and PTX of its launches."""
 
     checks: tuple[str, ...]
     code: bytes
+    launches: int = 0
+    device: bytes = b""
 
     def pack(self) -> bytes:
-        checks = json.dumps(self.checks).encode()
-        return _LENGTH.pack(len(checks)) + checks + self.code
+        head = json.dumps((self.checks, self.launches, len(self.device))).encode()
+        return _LENGTH.pack(len(head)) + head + self.device + self.code
 
     @staticmethod
     def unpack(content: bytes) -> _Object:
         start = _LENGTH.size + _LENGTH.unpack_from(content)[0]
-        return _Object(tuple(json.loads(content[_LENGTH.size : start])), content[start:])
+        checks, launches, length = json.loads(content[_LENGTH.size : start])
+        return _Object(tuple(checks), content[start + length :], launches, content[start : start + length])
 
 
 def compile_programs(programs: Mapping[str, TensorProgram], target: Target) -> ObjectCode:
@@ -99,22 +105,31 @@ def compile_programs(programs: Mapping[str, TensorProgram], target: Target) -> O
     if store and compiled:
         store.put({key: item.pack() for key, item in compiled.items()})
     done = time.perf_counter()
+    in_order = [objects[key] for key in dict.fromkeys(keys.values())]
     return ObjectCode(
-        objects=tuple(objects[key].code for key in dict.fromkeys(keys.values())),
-        kernels={
-            name: KernelInfo(
-                name, _symbol(key), objects[key].checks, len(programs[name].params), len(programs[name].symbols)
-            )
-            for name, key in keys.items()
-        },
+        objects=tuple(item.code for item in in_order),
+        device_modules=tuple(item.device for item in in_order if item.device),
+        kernels={name: _kernel_info(name, programs[name], key, objects[key]) for name, key in keys.items()},
         num_compiled=len(compiled),
         timings={"look_up": looked_up - start, "emit": emitted - looked_up, "llvm": done - emitted},
     )
 
 
+def _kernel_info(name: str, program: TensorProgram, key: str, item: _Object) -> KernelInfo:
+    counts = len(program.params), len(program.symbols)
+    return KernelInfo(name, _symbol(key), item.checks, *counts, launches=item.launches)
+
+
 def emit_assembly(programs: Mapping[str, TensorProgram], target: Target) -> str:
-    """Assembly text of programs, for inspection."""
-    return "\n".join(machine_code.to_assembly(emit_program(name, p, target), target) for name, p in programs.items())
+    """Assembly text of programs, for inspection: PTX of launches, and machine code of programs without launches."""
+    return "\n".join(_assembly_of(name, program, target) for name, program in programs.items())
+
+
+def _assembly_of(name: str, program: TensorProgram, target: Target) -> str:
+    kernel = emit_kernel(name, program, target, re.sub(r"[^A-Za-z0-9_]", "_", f"kernel_{name}"))
+    if kernel.device:
+        return machine_code.to_assembly(kernel.device, target)
+    return machine_code.to_assembly(kernel.text, target.host_part)
 
 
 def _key_of(name: str, program: TensorProgram, target: Target) -> str:
@@ -131,7 +146,7 @@ def _symbol(key: str) -> str:
 @cache
 def generator_key(target: Target) -> str:
     """Hash of everything except the program that generated code depends on: versions, target, sources."""
-    parts = [__version__, llvmlite.__version__, machine_code.llvm_version(), repr(target)]
+    parts = [__version__, llvmlite.__version__, machine_code.llvm_version(), repr(target), repr(target.host_part)]
     return hashlib.sha256("\n".join([*parts, *map(sources_key, _SOURCES)]).encode()).hexdigest()
 
 
@@ -145,12 +160,23 @@ def _emit(name: str, program: TensorProgram, target: Target, symbol: str) -> Ker
 
 
 def _compile_texts(texts: Mapping[str, KernelText], names: Mapping[str, str], target: Target) -> dict[str, _Object]:
-    """Compile LLVM IR to objects on several threads, the longest text first for even load."""
+    """Compile kernels to objects: the host's parts, and the launches."""
+    hosts = {key: text.text for key, text in texts.items()}
+    devices = {key: text.device for key, text in texts.items() if text.device}
+    codes = _compile_all(hosts, names, target.host_part, is_isolated=bool(config.get("isolate_codegen")))
+    modules = _compile_all(devices, names, target, is_isolated=True)  # LLVM's NVPTX aborts on some input
+    return {key: _Object(text.checks, codes[key], text.launches, modules.get(key, b"")) for key, text in texts.items()}
+
+
+def _compile_all(
+    texts: Mapping[str, str], names: Mapping[str, str], target: Target, *, is_isolated: bool
+) -> dict[str, bytes]:
+    """Compile LLVM IR on several threads, the longest text first for even load."""
     if not texts:
         return {}
     threads = min(config.compile_threads(), len(texts))
-    with isolated.Compilers(target) if config.get("isolate_codegen") else _InProcess(target) as to_object:
-        in_order = sorted(texts, key=lambda key: -len(texts[key].text))
+    with isolated.Compilers(target) if is_isolated else _InProcess(target) as to_object:
+        in_order = sorted(texts, key=lambda key: -len(texts[key]))
         work = partial(_compile_one, to_object, texts, names)
         if threads == 1:
             codes = list(map(work, in_order))
@@ -161,14 +187,13 @@ def _compile_texts(texts: Mapping[str, KernelText], names: Mapping[str, str], ta
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
-    code_by_key = dict(zip(in_order, codes, strict=True))
-    return {key: _Object(text.checks, code_by_key[key]) for key, text in texts.items()}
+    return dict(zip(in_order, codes, strict=True))
 
 
 def _compile_one(
-    to_object: Callable[[str], bytes], texts: Mapping[str, KernelText], names: Mapping[str, str], key: str
+    to_object: Callable[[str], bytes], texts: Mapping[str, str], names: Mapping[str, str], key: str
 ) -> bytes:
-    text = texts[key].text
+    text = texts[key]
     try:
         return to_object(text)
     except CodegenError as error:

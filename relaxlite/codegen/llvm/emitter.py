@@ -113,6 +113,11 @@ class ModuleEmitter:
         self._globals[name] = f"@{name} = external global ptr, align 8"
         return Val(f"@{name}", "ptr")
 
+    def shared(self, name: str, elem: str, count: int) -> str:
+        """Define an array in the shared memory of a GPU's block; returns its name in address space 3."""
+        self._globals[name] = f"@{name} = internal addrspace(3) global [{count} x {elem}] undef, align 128"
+        return f"@{name}"
+
     def add_function(self, head: str, emitter: Emitter, comment: str = "") -> None:
         """Append a finished function; `head` is its text up to the parameters."""
         self.functions.append(

@@ -13,9 +13,11 @@ from relaxlite.codegen.llvm.amx import emit_amx_routine
 from relaxlite.codegen.llvm.checked import emit_index
 from relaxlite.codegen.llvm.context import KernelContext
 from relaxlite.codegen.llvm.emitter import TRUE, Val, int_const
+from relaxlite.codegen.llvm.gpu.warp import emit_warp_instruction
 from relaxlite.codegen.llvm.types import convert, literal
 from relaxlite.errors import CodegenError
 from relaxlite.ir.program import AddressOf, CallLibrary, IndexValue, LibraryFound, Literal, Value
+from relaxlite.ir.warp import LIBRARY as WARP_LIBRARY
 from relaxlite.runtime.libraries import AMX, cell_name
 
 
@@ -30,6 +32,9 @@ def emit_library_call(k: KernelContext, stmt: CallLibrary) -> None:
     """Emit the call of a routine; a nonzero status fails the kernel. CodegenError inside a vectorized loop."""
     if k.lanes:
         raise CodegenError(f"{stmt.symbol} of {stmt.library} is called inside a vectorized loop")
+    if stmt.library == WARP_LIBRARY:
+        emit_warp_instruction(k, stmt.symbol, [_argument(k, arg) for arg in stmt.args])
+        return
     if stmt.library == AMX:
         emit_amx_routine(k, stmt.symbol, [_argument(k, arg) for arg in stmt.args], list(stmt.args))
         return

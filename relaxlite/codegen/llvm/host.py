@@ -50,6 +50,8 @@ def compile_host(
 
     The bytecode must be valid. CodegenError where LLVM rejects the generated code.
     """
+    if target.kind != "llvm":
+        return HostCode(reason="host functions read tensors, which lie in the memory of a GPU")
     try:
         plan = plan_host(inline_calls(functions, name), len(signature.outputs))
         program = HostProgram(plan, signature, kernels, constants, host.FrameLayout.of(signature))

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from relaxlite.codegen.llvm import machine_code
 from relaxlite.errors import CodegenError
+from relaxlite.gpus import Gpu
 from relaxlite.target import Target
 
 _HEAD = struct.Struct("<BQ")  # kind of message, size in bytes
@@ -98,7 +99,8 @@ class _Child:
 
 def serve(fields: dict[str, Any]) -> None:
     """Main loop of a child: LLVM IR from standard input, replies to standard output, until the input ends."""
-    target = Target(**{**fields, "features": tuple(fields["features"])})
+    gpu = fields["gpu"] and Gpu(**{**fields["gpu"], "tensor_core_dtypes": tuple(fields["gpu"]["tensor_core_dtypes"])})
+    target = Target(**{**fields, "features": tuple(fields["features"]), "gpu": gpu})
     source, out = sys.stdin.buffer, sys.stdout.buffer
     while (message := _receive(source)) is not None:
         try:

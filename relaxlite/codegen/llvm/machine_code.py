@@ -20,13 +20,16 @@ from relaxlite.target import Target
 
 
 def to_object(text: str, target: Target, *, optimize: bool = True) -> bytes:
-    """Compile LLVM IR to a relocatable object file. CodegenError with LLVM's message where LLVM rejects the text.
+    """Compile LLVM IR to a relocatable object file, for a GPU to PTX.
+
+    CodegenError has LLVM's message where LLVM rejects the text.
 
     `optimize=False` compiles about ten times as fast, for code without loops. LLVM aborts the process where the target
     lacks an instruction; isolated.py protects against that.
     """
     machine = _target_machine(target, opt=2 if optimize else 0)
-    return _emit(machine, _optimized(text, machine) if optimize else _parse(text), as_object=True)
+    module = _optimized(text, machine) if optimize else _parse(text)
+    return _emit(machine, module, as_object=target.kind != "cuda")
 
 
 def to_assembly(text: str, target: Target) -> str:

@@ -14,6 +14,7 @@ from relaxlite.codegen.llvm import erf_table
 from relaxlite.codegen.llvm import math_double as double
 from relaxlite.codegen.llvm.emitter import Emitter, Val, float_const, int_const
 from relaxlite.codegen.llvm.erf_table import apply_in_vectors
+from relaxlite.codegen.llvm.gpu import math as gpu_math
 from relaxlite.codegen.llvm.math_double import clamp, polynomial
 
 _INF, _NAN = float("inf"), float("nan")
@@ -281,12 +282,15 @@ def apply(e: Emitter, name: str, x: Val) -> Val:
     """Emit one of FUNCTIONS of a float or double."""
     if x.elem != "double" or name == "gelu":  # which libm does not have
         return _FLOAT[name](e, x)
+    if e.target.kind == "cuda":
+        return gpu_math.double_function(e, name, x)
     return e.for_each_lane([x], "double", lambda lane: e.call(name, [lane], "double"))
 
 
 def atan2(e: Emitter, y: Val, x: Val) -> Val:
     """Angle of the point (x, y), with the special cases of C."""
     if x.elem == "double":
+        _require_library(e, "atan2", "float64")
         return e.for_each_lane([y, x], "double", lambda *lane: e.call("atan2", lane, "double"))
     y, x = e.match_lanes(e.cast("fpext", y, "double"), e.cast("fpext", x, "double"))
     return e.cast("fptrunc", double.atan2(e, y, x), "float")
@@ -295,12 +299,20 @@ def atan2(e: Emitter, y: Val, x: Val) -> Val:
 def fmod(e: Emitter, a: Val, b: Val) -> Val:
     """Exact remainder with the sign of a, by libm, lane by lane."""
     name = "fmod" if a.elem == "double" else "fmodf"
+    _require_library(e, "fmod", "floats")
     return e.for_each_lane([a, b], a.elem, lambda *lane: e.call(name, lane, a.elem))
+
+
+def _require_library(e: Emitter, name: str, dtype: str) -> None:
+    """CodegenError on targets where libm cannot be called."""
+    if e.target.kind == "cuda":
+        gpu_math.refuse(name, dtype)
 
 
 def power(e: Emitter, x: Val, y: Val) -> Val:
     """x**y with the special cases of C's pow."""
     if x.elem == "double":
+        _require_library(e, "pow", "float64")
         return e.for_each_lane([x, y], "double", lambda *lane: e.call("pow", lane, "double"))
     x, y = e.match_lanes(x, y)
     x_abs = e.intrinsic("fabs", x)

@@ -14,6 +14,9 @@ from relaxlite.codegen.llvm.context import OUT_OF_MEMORY, Access, KernelContext
 from relaxlite.codegen.llvm.dots import emit_dot2_bf16
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val, int_const, lane_numbers, mangle
 from relaxlite.codegen.llvm.extern_call import emit_library_call
+from relaxlite.codegen.llvm.gpu.context import DeviceContext, HostContext
+from relaxlite.codegen.llvm.gpu.device import allocate_on_device, emit_axis, emit_barrier
+from relaxlite.codegen.llvm.gpu.launch import emit_launch
 from relaxlite.codegen.llvm.indices import BufferBase
 from relaxlite.codegen.llvm.loops import branch, count_loop
 from relaxlite.codegen.llvm.parallel import emit_parallel
@@ -21,6 +24,7 @@ from relaxlite.codegen.llvm.types import convert, memory_elem
 from relaxlite.codegen.llvm.values import emit_bounds_check, emit_value
 from relaxlite.errors import CodegenError
 from relaxlite.ir.intrinsics import DOT2_PACKED_BF16
+from relaxlite.ir.launch import is_launch
 from relaxlite.ir.program import (
     Allocate,
     Barrier,
@@ -70,6 +74,12 @@ def _seq(k: KernelContext, stmt: Seq) -> None:
 
 
 def _for(k: KernelContext, stmt: For) -> None:
+    if isinstance(k, DeviceContext) and stmt.kind in get_args(GpuAxis):
+        emit_axis(k, stmt, emit_statement)
+        return
+    if isinstance(k, HostContext) and is_launch(stmt):
+        emit_launch(k, stmt)
+        return
     if stmt.kind in get_args(GpuAxis):
         raise CodegenError(
             f"loop {stmt.var} is bound to {stmt.kind}, an axis of a GPU, which a CPU does not have; parallelize it "
@@ -320,7 +330,9 @@ def _prefetch(k: KernelContext, stmt: Prefetch) -> None:
 
 
 def _barrier(k: KernelContext, stmt: Barrier) -> None:
-    """Emit nothing: on a CPU one thread runs the statements around a barrier."""
+    """Emit a barrier on a GPU; on a CPU nothing, as one thread runs the statements around a barrier."""
+    if isinstance(k, DeviceContext):
+        emit_barrier(k)
 
 
 # Workspaces
@@ -328,6 +340,9 @@ def _barrier(k: KernelContext, stmt: Barrier) -> None:
 
 def _allocate(k: KernelContext, stmt: Allocate) -> None:
     buffer = stmt.buffer
+    if isinstance(k, DeviceContext):
+        _with_base(k, buffer, allocate_on_device(k, stmt), stmt.body)
+        return
     itemsize = dtypes.itemsize(buffer.dtype)
     if k.lanes:
         k.per_lane.add(buffer)

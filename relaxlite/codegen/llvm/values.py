@@ -17,6 +17,7 @@ from relaxlite.codegen.llvm.context import OUT_OF_BOUNDS, KernelContext
 from relaxlite.codegen.llvm.dots import emit_dot, emit_dot2_bf16, emit_dot2_i16, emit_dp4a, emit_packed_bytes
 from relaxlite.codegen.llvm.emitter import FALSE, TRUE, Val
 from relaxlite.codegen.llvm.extern_call import emit_library_present
+from relaxlite.codegen.llvm.gpu.warp import emit_shuffle_xor
 from relaxlite.codegen.llvm.indices import split_lane
 from relaxlite.codegen.llvm.lookup import emit_lookup
 from relaxlite.codegen.llvm.nearest import emit_nearest
@@ -34,6 +35,7 @@ from relaxlite.ir.intrinsics import (
     PACK_BF16,
     PACK_BYTES,
     ROUND_TO_INT32,
+    SHUFFLE_XOR,
     type_error,
 )
 from relaxlite.ir.program import (
@@ -116,6 +118,8 @@ def _intrinsic(k: KernelContext, value: Intrinsic) -> Val:
         return emit_nearest(k, value, emit_value)
     if value.name == NARROW:
         return emit_round_to_bf16(k, value, emit_value)
+    if value.name == SHUFFLE_XOR:
+        return emit_shuffle_xor(k, *(emit_value(k, arg) for arg in value.args))
     if value.name == LOOKUP:
         return emit_lookup(k, value, emit_value)
     if value.name in BITCASTS.values():
