@@ -32,7 +32,7 @@ from relaxlite.passes.context import PassContext
 from relaxlite.passes.cost import Cost
 from relaxlite.passes.graph.reachable import entry_points
 from relaxlite.passes.manager import Pass, run_passes
-from relaxlite.passes.pipeline import default_pipeline
+from relaxlite.passes.pipeline import pipeline_of
 from relaxlite.passes.schedule.tuning import Tuning
 from relaxlite.runtime.executable import (
     ENTRY,
@@ -161,19 +161,22 @@ def build(
         context.constant_memory = constant_memory
     if tuning is not None or context.tuning is None:
         context.tuning = Tuning.of(tuning)
-    if libraries is not None or context.libraries is None:
+    if machine.kind == "cuda":
+        context.libraries = ()  # libraries of CPUs do not reach the memory of a GPU
+    elif libraries is not None or context.libraries is None:
         context.libraries = rules_for(libraries, machine)
     verify(module, "graph")
     validators = _validators(module, context, validate)
     context.program_cache = ProgramCache(open_cache(), _passes_key(machine))
     try:
-        lowered = run_passes(module, default_pipeline() if passes is None else passes, context)
+        lowered = run_passes(module, pipeline_of(machine.kind) if passes is None else passes, context)
         context.program_cache.write()
     finally:
         for validator in validators:
             context.observers.remove(validator.check)
     start = time.perf_counter()
     code = compile_programs(lowered.programs(), machine)
+    host_part = machine.host_part
     context.timings.append(("codegen", time.perf_counter() - start))
     functions, constants = compile_functions(lowered)
     signature = signature_of(module[ENTRY])  # type: ignore[arg-type]
@@ -190,12 +193,13 @@ def build(
         signature=signature,
         kernels=_with_costs(code.kernels, lowered, context),
         objects=code.objects,
+        device_modules=code.device_modules,
         constants=constants,
         host=host,
         libraries=_libraries(lowered, context),
-        target=TargetInfo(machine.triple, machine.cpu, machine.required_features),
+        target=TargetInfo(host_part.triple, host_part.cpu, host_part.required_features, _device_text(machine)),
         metadata=_metadata(module, lowered, context, code),
-        support=compile_support(machine),
+        support=compile_support(host_part),
         extra_entries=others,
     )
     for validator in validators if machine.runs_here else ():
@@ -206,10 +210,18 @@ def build(
     return data
 
 
+def _device_text(target: Target) -> str:
+    """The target of launches, for the runtime; empty for CPUs."""
+    return "" if target.kind == "llvm" else str(target)
+
+
+_TARGET_SOURCES = ("target.py", "cpus.py", "gpus.py", "llvm_names.py")
+
+
 @cache
 def _passes_key(target: Target) -> str:
     """Cache key of everything, apart from the program, that determines the results of passes."""
-    sources = map(sources_key, ("passes/**/*.py", "ir/*.py", "dtypes.py", "target.py", "cpus.py", "llvm_names.py"))
+    sources = map(sources_key, ("passes/**/*.py", "ir/*.py", "dtypes.py", *_TARGET_SOURCES))
     return "\n".join([__version__, str(sys.implementation.cache_tag), repr(target), *sources])
 
 

@@ -40,7 +40,7 @@ def execute(args: argparse.Namespace) -> None:
     for title, specs in (("in ", data.signature.inputs), ("out", data.signature.outputs)):
         for line in _lines(specs):
             print(f"{title}  {line}")
-    kernels = f"{len(data.kernels)} kernels for {data.target.cpu}"
+    kernels = f"{len(data.kernels)} kernels for {data.target.processor}"
     print(f"{output}: {kernels}, {bytes_text(output.stat().st_size)}, compiled in {seconds:.1f} s")
 
 

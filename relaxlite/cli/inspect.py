@@ -43,6 +43,11 @@ def execute(args: argparse.Namespace) -> None:
     return None
 
 
+def _target(data: ExecutableData) -> dict[str, str]:
+    device = {"device": data.target.device} if data.target.device else {}
+    return {"triple": data.target.triple, "cpu": data.target.cpu, "llvm": data.metadata.llvm, **device}
+
+
 def summary(data: ExecutableData) -> dict[str, Any]:
     """Return a summary of a compiled model for JSON."""
     plan = data.metadata.memory_plan
@@ -52,7 +57,7 @@ def summary(data: ExecutableData) -> dict[str, Any]:
         "inputs": [_spec(spec) for spec in data.signature.inputs],
         "outputs": [_spec(spec) for spec in data.signature.outputs],
         "source": provenance,
-        "target": {"triple": data.target.triple, "cpu": data.target.cpu, "llvm": data.metadata.llvm},
+        "target": _target(data),
         "weights": {"tensors": len(data.constants), "bytes": sum(c.nbytes for c in data.constants)},
         "object_code_bytes": sum(map(len, data.objects)),
         "host_function": _host(data.host),
@@ -111,7 +116,8 @@ def _show(data: ExecutableData) -> None:
         origin = [f"{name}: {value}" for name, value in language["provenance"].items()]
         _show_lines("language", [", ".join(texts), *origin])
     target, weights = content["target"], content["weights"]
-    _show_lines("target", [f"{target['cpu']}, {target['triple']}, LLVM {target['llvm']}"])
+    device = f"{target['device']}, the host's part for " if "device" in target else ""
+    _show_lines("target", [f"{device}{target['cpu']}, {target['triple']}, LLVM {target['llvm']}"])
     _show_lines("weights", [f"{weights['tensors']} tensors, {bytes_text(weights['bytes'])}"])
     _show_lines("code", [f"{len(content['kernels'])} kernels, {bytes_text(content['object_code_bytes'])}"])
     others = [f"{name}: {_host_text(host)}" for name, host in content["other_functions"].items()]

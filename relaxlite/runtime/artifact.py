@@ -139,7 +139,7 @@ def _write(data: ExecutableData, file: BinaryIO) -> None:
     hold the checksums of the sections."""
     bytecode = _to_json([_function_to_json(function) for function in data.functions.values()])
     hosts = b"".join(entry.host.object_code for entry in data.entries.values())
-    code = (b"".join(data.objects), hosts, b"".join(data.support.values()))
+    code = (b"".join((*data.objects, *data.device_modules)), hosts, b"".join(data.support.values()))
     blobs: list[bytes | np.ndarray] = [bytecode, *code, *data.attachments.values(), *data.constants]
     extents, size = _layout(blobs, len(blobs) - len(data.constants))
     fields = _manifest(data)
@@ -212,6 +212,7 @@ def _manifest(data: ExecutableData) -> dict[str, Any]:
         "target": asdict(data.target),
         "kernels": [asdict(kernel) for kernel in data.kernels.values()],
         "objects": [len(item) for item in data.objects],
+        "device_modules": [len(item) for item in data.device_modules],
         "libraries": [asdict(library) for library in data.libraries],
         "support": [(key, len(item)) for key, item in data.support.items()],
         "metadata": asdict(data.metadata),
@@ -310,12 +311,14 @@ def _read_data(content: np.ndarray, manifest: dict[str, Any], *, verify: bool, t
     kernels = [_kernel_from_json(item) for item in manifest["kernels"]]
     entries = _entries_from_json(manifest["entries"], host_code.tobytes())
     entry_point = entries.pop(ENTRY)
+    code_items = _split(code.tobytes(), [*manifest["objects"], *manifest.get("device_modules", ())])
     support_keys, support_sizes = [key for key, _ in manifest["support"]], [size for _, size in manifest["support"]]
     data = ExecutableData(
         functions={},
         signature=entry_point.signature,
         kernels={kernel.name: kernel for kernel in kernels},
-        objects=_split(code.tobytes(), manifest["objects"]),
+        objects=code_items[: len(manifest["objects"])],
+        device_modules=code_items[len(manifest["objects"]) :],
         constants=tuple(
             weight.view(dtypes.to_numpy(dtype)).reshape(shape)
             for weight, (dtype, shape) in zip(weights, kinds, strict=True)

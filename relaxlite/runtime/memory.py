@@ -12,8 +12,9 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Protocol
 
 import numpy as np
 
@@ -132,24 +133,40 @@ def trim_heap() -> None:
         trim(0)
 
 
+class Block(Protocol):
+    """A block of memory; freed with its last reference. `pooled`: owned by a pool, so results are copied out of it."""
+
+    ptr: int
+    nbytes: int
+    pooled: bool
+
+    def poison(self) -> None:
+        """Fill the block with a pattern that shows reads of uninitialized memory."""
+
+
+def new_arena(nbytes: int, what: str, *, poison: bool) -> Block:
+    """Allocate an arena in the memory of this process. OutOfMemoryError."""
+    return allocate(nbytes, what, pooled=True, poison=poison)
+
+
 class ArenaPool:
-    """Thread-safe pool of arenas for reuse by later calls."""
+    """Thread-safe pool of arenas for reuse by later calls; `new` allocates as `new_arena` does."""
 
-    def __init__(self, *, poison: bool = False) -> None:
+    def __init__(self, *, poison: bool = False, new: Callable[..., Block] = new_arena) -> None:
         self._lock = threading.Lock()
-        self._free: list[Memory] = []
-        self._poison = poison
+        self._free: list[Block] = []
+        self._poison, self._new = poison, new
 
-    def take(self, nbytes: int, what: str) -> Memory:
+    def take(self, nbytes: int, what: str) -> Block:
         """Take the smallest free arena that is large enough; else allocate one in place of the largest free arena."""
         memory = self._pop_fitting(nbytes)
         if memory is None:
-            return allocate(rounded_size(nbytes), what, pooled=True, poison=self._poison)
+            return self._new(rounded_size(nbytes), what, poison=self._poison)
         if self._poison:
             memory.poison()
         return memory
 
-    def _pop_fitting(self, nbytes: int) -> Memory | None:
+    def _pop_fitting(self, nbytes: int) -> Block | None:
         with self._lock:
             fitting = [memory for memory in self._free if memory.nbytes >= nbytes]
             best = min(fitting, key=_size) if fitting else None
@@ -158,7 +175,7 @@ class ArenaPool:
                 self._free.remove(removed)
             return best
 
-    def give(self, arenas: Sequence[Memory]) -> None:
+    def give(self, arenas: Sequence[Block]) -> None:
         """Return arenas to the pool."""
         with self._lock:
             self._free.extend(arenas)
@@ -171,7 +188,7 @@ class ArenaPool:
             return nbytes
 
 
-def _size(memory: Memory) -> int:
+def _size(memory: Block) -> int:
     return memory.nbytes
 
 

@@ -18,7 +18,7 @@ from relaxlite import dtypes
 from relaxlite.errors import ExecutionError
 from relaxlite.records import dataclass
 from relaxlite.runtime.executable import Call, Reg, VMFunction, instruction_text
-from relaxlite.runtime.memory import POISON, Memory
+from relaxlite.runtime.memory import POISON, Block
 from relaxlite.runtime.tensor import Tensor
 
 _READERS = ("builtin:copy", "builtin:tensor_to_shape")
@@ -50,7 +50,7 @@ class _Region:
         return zlib.crc32((ctypes.c_char * self.nbytes).from_address(self.tensor.ptr))
 
 
-class WatchedArenas(list[Memory]):
+class WatchedArenas(list[Block]):
     """Arenas of one activation of a function, and the tracked regions in them."""
 
     def __init__(self, function: VMFunction) -> None:

@@ -68,9 +68,8 @@ class Executable:
         """
         if threads is not None:
             threadpool.set_num_threads(threads)
-        weights, pending = (
-            place_weights(data.constants) if config.get("huge_pages") else (align_weights(data.constants), ())
-        )
+        uses_huge_pages = config.get("huge_pages") and not data.target.device
+        weights, pending = place_weights(data.constants) if uses_huge_pages else (align_weights(data.constants), ())
         data = replace(data, constants=weights)
         self.data, self._update = data, update
         self._vm = VirtualMachine(data, is_checked=is_checked)
@@ -202,8 +201,8 @@ class Executable:
         from relaxlite.runtime.profile import Recorder, measure  # lazily, to save memory
 
         recorder = Recorder(self.data.kernels)
-        kernels = {n: recorder.timed(n, k) for n, k in self._vm.kernels.items()}
-        vm = VirtualMachine(self.data, kernels=kernels, constants=self._vm.constants)
+        kernels = {n: recorder.timed(n, k) for n, k in self._vm.waiting_kernels().items()}
+        vm = VirtualMachine(self.data, kernels=kernels, constants=self._vm.constants, space=self._vm.space)
         self._vm.constants.wait_until_moved()
         threads = threadpool.num_threads()
 

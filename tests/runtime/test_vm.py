@@ -13,7 +13,7 @@ import pytest
 
 from relaxlite import config
 from relaxlite.errors import ExecutionError, InputError, OutOfMemoryError, RelaxliteError, ShapeMismatchError
-from relaxlite.runtime import vm as vm_module
+from relaxlite.runtime import decoder
 from relaxlite.runtime.executable import (
     Call,
     Const,
@@ -540,4 +540,4 @@ def test_the_code_outlives_nothing_but_the_machine(kernels_object: bytes) -> Non
 
 
 def test_statuses_are_where_the_compiler_expects_them() -> None:
-    assert (vm_module._OVERFLOW, vm_module._NO_MEMORY) == (-1, -2)
+    assert (decoder._OVERFLOW, decoder._NO_MEMORY) == (-1, -2)
