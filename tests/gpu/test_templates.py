@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from relaxlite.ir.expr import ShapeValue
+from relaxlite.ir.launch import launches
 from relaxlite.ir.op import get_op
 from relaxlite.ir.symbolic import syms
+from relaxlite.passes.schedule.gpu.programs import schedule_program
 from tests.gpu.templates import check, lowered
 
 
@@ -84,3 +86,16 @@ def test_products_of_few_rows_with_transposed_weights() -> None:
     )
     device = check(program, (0, 1, 8, 9), tolerance=1e-4)
     assert device.ptx.count(".entry") == 3, "blocks and warps for few rows, tiles for others"
+
+
+def test_sums_in_one_order_where_batches_must_not_matter() -> None:
+    """Neither few rows nor few results have a variant of their own."""
+    product = lowered(
+        lambda a, b: get_op("matmul")(a, get_op("transpose")(b, axes=(1, 0))),
+        a=(("n", 96), "float32"),
+        b=((20, 96), "float32"),
+    )
+    mean = lowered(lambda x: get_op("mean")(x, axes=(1,)), x=(("n", 100), "float32"))
+    for program in (product, mean):
+        free, fixed = (schedule_program(program, one_order=one_order) for one_order in (False, True))
+        assert len(list(launches(free.body))) > 1 and len(list(launches(fixed.body))) == 1

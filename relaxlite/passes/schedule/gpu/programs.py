@@ -5,10 +5,9 @@ A stage becomes one or more launches (ir/launch.py); what stands around launches
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from relaxlite.ir.attributes import CHECKED
+from relaxlite.ir.attributes import BATCH_INVARIANT, CHECKED
 from relaxlite.ir.module import IRModule
 from relaxlite.ir.program import IfThenElse, Stmt, TensorProgram, seq
 from relaxlite.ir.symbolic import as_int
@@ -23,47 +22,47 @@ from relaxlite.passes.schedule.gpu.reduction import launch_reduction
 from relaxlite.passes.schedule.gpu.rows import launch_rows
 from relaxlite.passes.schedule.gpu.threads import launch_threads
 
+FEW_ROWS = 8
+"""Rows up to which each result of a product reads its operands anew."""
+
 
 def schedule_gpu(module: IRModule, context: PassContext) -> IRModule:
     """Schedule every program for the GPU target: stages become launches on block and thread axes."""
+    one_order = bool(module.attrs.get(BATCH_INVARIANT))
 
     def schedule(program: TensorProgram) -> TensorProgram:
         result: tuple[TensorProgram] = context.program_cache.get_or_compute(
-            "schedule_gpu", program, "", lambda: (schedule_program(program),)
+            "schedule_gpu", program, repr(one_order), lambda: (schedule_program(program, one_order=one_order),)
         )
         return result[0]
 
     return map_programs(module, schedule)
 
 
-def schedule_program(program: TensorProgram) -> TensorProgram:
-    """The program as launches. Programs that compute sizes stay on the host."""
+def schedule_program(program: TensorProgram, *, one_order: bool = False) -> TensorProgram:
+    """The program as launches. Programs that compute sizes stay on the host.
+
+    `one_order`: the order of a sum does not depend on how many results there are.
+    """
     if program.attrs.get(CHECKED):
         return program
-    return replace(program, body=seq(*map(launch_stage, top_stages(program))))
+    stages = [launch_stage(stage, one_order=one_order) for stage in top_stages(program)]
+    return replace(program, body=seq(*stages))
 
 
-def launch_stage(stage: Stmt) -> Stmt:
+def launch_stage(stage: Stmt, *, one_order: bool) -> Stmt:
     """Launches for a stage, by the first template that takes it."""
-    for template in _TEMPLATES:
-        launch = template(stage)
-        if launch is not None:
-            return launch
-    return launch_threads(stage)
+    launch = launch_rows(stage) or launch_product(stage, one_order=one_order)
+    return launch or launch_reduction(stage, one_order=one_order) or launch_threads(stage)
 
 
-def launch_product(stage: Stmt) -> Stmt | None:
+def launch_product(stage: Stmt, *, one_order: bool) -> Stmt | None:
     """Tiles for a sum of products; for few rows whose operands lie along the sum, a warp for each result."""
     product = product_of(stage)
     if product is None:
         return None
-    tiles, dots = matmul_mma(product) or matmul_simt(product), launch_reduction(stage)
-    rows = as_int(product.a.size)
+    tiles = matmul_mma(product) or matmul_simt(product)
+    rows, dots = as_int(product.a.size), None if one_order else launch_reduction(stage, one_order=False)
     if dots is None or (rows is not None and rows > FEW_ROWS):
         return tiles
     return dots if rows is not None else IfThenElse(less(product.a.size, FEW_ROWS + 1), dots, tiles)
-
-
-FEW_ROWS = 8
-"""Rows up to which each result of a product reads its operands anew."""
-_TEMPLATES: tuple[Callable[[Stmt], Stmt | None], ...] = (launch_rows, launch_product, launch_reduction)

@@ -36,11 +36,16 @@ MIN_DEPTH = 64  # values of a result; a thread combines fewer alone
 FEW_RESULTS = 256  # for which warps would leave multiprocessors idle
 
 
-def launch_reduction(stage: Stmt) -> Stmt | None:
-    """A launch for a reduction; None for other stages, and for reductions that one thread computes better."""
+def launch_reduction(stage: Stmt, *, one_order: bool) -> Stmt | None:
+    """A launch for a reduction; None for other stages, and for reductions that one thread computes better.
+
+    `one_order`: the order of a sum does not depend on how many results there are.
+    """
     reduction = reduction_of(stage)
     if reduction is None or any(isinstance(s, Check) for s in walk_stmts(stage)) or not _is_supported(reduction):
         return None
+    if one_order:
+        return _by_warps(reduction)
     results = size_of(reduction.spatial)
     known = as_int(results)
     if known is not None:
