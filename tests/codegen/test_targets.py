@@ -172,7 +172,7 @@ def test_code_uses_nothing_that_is_not_required(cpu: str) -> None:
     ("text", "message"),
     [
         ("", "unknown kind ''"),
-        ("cuda", "unknown kind 'cuda'"),
+        ("vulkan", "unknown kind 'vulkan'"),
         ("llvm -speed=11", "cannot read option '-speed=11'"),
         ("llvm -mattr=avx2", "feature 'avx2' must be"),
         ("llvm -mtriple=nonsense", "does not know the triple 'nonsense'"),
