@@ -6,7 +6,6 @@ string is code 0. Two strings of one code in a call are an error.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,8 @@ _active = threading.local()
 
 def code_of(text: str) -> int:
     """The code of a string, a signed integer of 64 bits."""
+    import hashlib
+
     if not text:
         return 0
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()

@@ -89,6 +89,7 @@ LATE_IMPORTS = {
     "relaxlite/ir/module.py": {"relaxlite.ir.printer"},  # the printer knows every node
     "relaxlite/llm/loading.py": {"relaxlite.llm.compiling", "relaxlite.model_cache"},  # as relaxlite/loading.py
     "relaxlite/llm/model.py": {"relaxlite.llm.templates"},  # Jinja2, and with it OpenSSL: 7 MB, for chats only
+    "relaxlite/strings.py": {"hashlib"},  # OpenSSL again, for models with text only
     "relaxlite/llm/tokenizer.py": {"tokenizers"},  # 5 MB, which giving and taking tokens does without
     # the compiler; OpenSSL by the cache's hashes: 4 MB, which opening a compiled file does without
     "relaxlite/loading.py": {

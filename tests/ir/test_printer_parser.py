@@ -670,7 +670,7 @@ KERNEL = 'n = symbol("n")\n@program(symbols=(n,))\ndef p(a: Buffer((n,), "float3
         (f"{KERNEL}    for i in range(n):\n        pass", r"unknown kind of loop range"),
         (f"{KERNEL}    for i in a:\n        pass", r"a loop is written `for i in serial\(n\):`"),
         (f"{KERNEL}    for i in serial(n, step=2):\n        pass", r"has no argument step"),
-        (f"{KERNEL}    with allocate((4,), 'int8', 'shared') as t:\n        pass", r"unknown scope 'shared'"),
+        (f"{KERNEL}    with allocate((4,), 'int8', 'texture') as t:\n        pass", r"unknown scope 'texture'"),
         (f"{KERNEL}    with open(n) as t:\n        pass", r"expected `with allocate"),
         (f"{KERNEL}    a[0] = a[0] and a[1]", r"joined by & and \|"),
         (f"{KERNEL}    a[0] = t", r"unknown name t"),
