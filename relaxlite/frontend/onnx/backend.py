@@ -8,7 +8,6 @@ The standard's test suite, `onnx.backend.test.BackendTest`, runs on this module.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import onnx
 from onnx.backend.base import Backend, BackendRep
 
+from relaxlite import driver
 from relaxlite.errors import InputError, InvalidArgumentError
 from relaxlite.frontend.onnx.importer import from_onnx
 from relaxlite.frontend.onnx.symbols import DynamicShapes, declared_dims
@@ -61,7 +61,6 @@ class RelaxliteRep(BackendRep):
         return self._executables[ranks]
 
     def _compile(self, dynamic_shapes: DynamicShapes | None) -> Any:
-        driver = importlib.import_module("relaxlite.driver")  # the compiler stands above its frontends
         return driver.compile(from_onnx(self._model, dynamic_shapes=dynamic_shapes), **self._options)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from relaxlite.gpus import WARP
 from relaxlite.ir.intrinsics import SHUFFLE_XOR
 from relaxlite.ir.ops.scalars import identity
@@ -21,8 +24,9 @@ from relaxlite.ir.program import (
     seq,
 )
 from relaxlite.ir.program_visitor import Substitute
-from relaxlite.ir.symbolic import SymVar, ceildiv, sym
-from relaxlite.passes.schedule.gpu.axes import repeat
+from relaxlite.ir.symbolic import SymExpr, SymVar, ceildiv, sym
+from relaxlite.passes.loops.transforms import less
+from relaxlite.passes.schedule.gpu.axes import Axis, on_axes, repeat
 from relaxlite.records import dataclass
 
 DTYPE = "float32"  # what shuffles exchange
@@ -47,6 +51,29 @@ class Team:
     def with_parts(self, parts: Buffer, body: Stmt) -> Stmt:
         """The allocation of the shared buffer around the thread axes, where the team needs one."""
         return Allocate(parts, body) if self.warps > 1 else body
+
+
+WARPS_PER_BLOCK = 4  # where a warp computes a result
+BLOCK_THREADS = 256  # where a block computes a result
+Work: TypeAlias = "Callable[[Team, SymExpr], tuple[Stmt, Buffer]]"
+"""The statements of result `number` for a thread of a team, and the shared buffer that they use."""
+
+
+def by_warps(results: SymExpr, work: Work) -> Stmt:
+    """A launch with a warp for each result."""
+    lane, warp = Axis.of("t", "thread_x", WARP), Axis.of("w", "thread_y", WARPS_PER_BLOCK)
+    block = Axis.of("b", "block_x", ceildiv(results, WARPS_PER_BLOCK))
+    number = block.var * WARPS_PER_BLOCK + warp.var
+    body, _ = work(Team(WARP, lane.var), number)
+    return on_axes([block, warp, lane], IfThenElse(less(number, results), body))
+
+
+def by_blocks(results: SymExpr, work: Work) -> Stmt:
+    """A launch with a block for each result."""
+    lane, block = Axis.of("t", "thread_x", BLOCK_THREADS), Axis.of("b", "block_x", results)
+    team = Team(BLOCK_THREADS, lane.var)
+    body, parts = work(team, block.var)
+    return on_axes([block], team.with_parts(parts, on_axes([lane], body)))
 
 
 def over(team: Team, loop: For) -> Stmt:

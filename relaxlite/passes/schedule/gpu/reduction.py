@@ -8,6 +8,8 @@ lanes.
 
 from __future__ import annotations
 
+from functools import partial
+
 from relaxlite.ir.program import (
     Allocate,
     Buffer,
@@ -22,16 +24,14 @@ from relaxlite.ir.program import (
     seq,
 )
 from relaxlite.ir.program_visitor import Substitute, loads, walk_stmts
-from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, ceildiv, sym
+from relaxlite.ir.symbolic import SymExpr, SymVar, as_int, sym
 from relaxlite.passes.loops.access import stride
 from relaxlite.passes.loops.parallel import has_disjoint_writes
 from relaxlite.passes.loops.pattern import Reduction, perfect_nest, reduction_of
 from relaxlite.passes.loops.transforms import less
-from relaxlite.passes.schedule.gpu.all_reduce import COMBINES, DTYPE, Team, all_reduce, over, start
-from relaxlite.passes.schedule.gpu.axes import Axis, flat_places, on_axes, size_of
+from relaxlite.passes.schedule.gpu.all_reduce import COMBINES, DTYPE, Team, all_reduce, by_blocks, by_warps, over, start
+from relaxlite.passes.schedule.gpu.axes import flat_places, size_of
 
-WARP_THREADS, RESULTS_PER_BLOCK = 32, 4  # where a warp computes a result
-BLOCK_THREADS = 256  # where a block computes a result
 MIN_DEPTH = 64  # values of a result; a thread combines fewer alone
 FEW_RESULTS = 256  # for which warps would leave multiprocessors idle
 
@@ -44,13 +44,13 @@ def launch_reduction(stage: Stmt, *, one_order: bool) -> Stmt | None:
     reduction = reduction_of(stage)
     if reduction is None or any(isinstance(s, Check) for s in walk_stmts(stage)) or not _is_supported(reduction):
         return None
+    results, work = size_of(reduction.spatial), partial(_result, reduction)
     if one_order:
-        return _by_warps(reduction)
-    results = size_of(reduction.spatial)
+        return by_warps(results, work)
     known = as_int(results)
     if known is not None:
-        return _by_blocks(reduction) if known <= FEW_RESULTS else _by_warps(reduction)
-    return IfThenElse(less(results, FEW_RESULTS + 1), _by_blocks(reduction), _by_warps(reduction))
+        return by_blocks(results, work) if known <= FEW_RESULTS else by_warps(results, work)
+    return IfThenElse(less(results, FEW_RESULTS + 1), by_blocks(results, work), by_warps(results, work))
 
 
 def _is_supported(reduction: Reduction) -> bool:
@@ -64,23 +64,6 @@ def _is_supported(reduction: Reduction) -> bool:
         return False
     read = [load for load in loads(update) if any(reduced[-1].var in index.free_vars() for index in load.indices)]
     return bool(read) and all(stride(load, reduced[-1].var) == 1 for load in read)
-
-
-def _by_warps(reduction: Reduction) -> Stmt:
-    lane, result = Axis.of("t", "thread_x", WARP_THREADS), Axis.of("y", "thread_y", RESULTS_PER_BLOCK)
-    total = size_of(reduction.spatial)
-    block = Axis.of("b", "block_x", ceildiv(total, RESULTS_PER_BLOCK))
-    number = block.var * RESULTS_PER_BLOCK + result.var
-    body, _ = _result(reduction, Team(WARP_THREADS, lane.var), number)
-    return on_axes([block, result, lane], IfThenElse(less(number, total), body))
-
-
-def _by_blocks(reduction: Reduction) -> Stmt:
-    lane = Axis.of("t", "thread_x", BLOCK_THREADS)
-    block = Axis.of("b", "block_x", size_of(reduction.spatial))
-    team = Team(BLOCK_THREADS, lane.var)
-    body, parts = _result(reduction, team, block.var)
-    return on_axes([block], team.with_parts(parts, on_axes([lane], body)))
 
 
 def _result(reduction: Reduction, team: Team, number: SymExpr) -> tuple[Stmt, Buffer]:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from relaxlite.ir.program import Allocate, Buffer, For, IfThenElse, Load, Stmt, Store, Value, seq
 from relaxlite.ir.program_visitor import ProgramRewriter, Substitute, loads, stores
-from relaxlite.ir.symbolic import SymExpr, as_int, ceildiv
+from relaxlite.ir.symbolic import SymExpr, as_int
 from relaxlite.passes.loops.parallel import has_disjoint_writes
 from relaxlite.passes.loops.row_program import RowProgram, match_row_program
 from relaxlite.passes.loops.transforms import less
-from relaxlite.passes.schedule.gpu.all_reduce import COMBINES, DTYPE, Team, all_reduce, over, start
-from relaxlite.passes.schedule.gpu.axes import Axis, flat_places, on_axes, size_of
+from relaxlite.passes.schedule.gpu.all_reduce import COMBINES, DTYPE, Team, all_reduce, by_blocks, by_warps, over, start
+from relaxlite.passes.schedule.gpu.axes import flat_places, size_of
 
-WARP_THREADS, ROWS_PER_BLOCK = 32, 4  # where a warp computes a row
-BLOCK_THREADS = 256  # where a block computes a row
 MAX_WARP_ROW = 1024  # elements of a row that a warp computes
 
 
@@ -28,10 +27,10 @@ def launch_rows(stage: Stmt) -> Stmt | None:
     rows = match_row_program(stage)
     if rows is None or not _is_supported(rows):
         return None
-    size = as_int(rows.size)
+    size, total, work = as_int(rows.size), size_of(rows.spatial), partial(_row, rows)
     if size is not None:
-        return _by_warps(rows) if size <= MAX_WARP_ROW else _by_blocks(rows)
-    return IfThenElse(less(rows.size, MAX_WARP_ROW + 1), _by_warps(rows), _by_blocks(rows))
+        return by_warps(total, work) if size <= MAX_WARP_ROW else by_blocks(total, work)
+    return IfThenElse(less(rows.size, MAX_WARP_ROW + 1), by_warps(total, work), by_blocks(total, work))
 
 
 def _is_supported(rows: RowProgram) -> bool:
@@ -53,23 +52,6 @@ def _is_computed_once(rows: RowProgram, buffer: Buffer) -> bool:
     sources = {load.buffer for load in loads(store)}
     later = {s.buffer for stage in rows.stages[number:] for s in stores(stage)} - {buffer}
     return sources.isdisjoint(later)
-
-
-def _by_warps(rows: RowProgram) -> Stmt:
-    lane, row = Axis.of("t", "thread_x", WARP_THREADS), Axis.of("r", "thread_y", ROWS_PER_BLOCK)
-    total = size_of(rows.spatial)
-    block = Axis.of("b", "block_x", ceildiv(total, ROWS_PER_BLOCK))
-    number = block.var * ROWS_PER_BLOCK + row.var
-    body, _ = _row(rows, Team(WARP_THREADS, lane.var), number)
-    return on_axes([block, row, lane], IfThenElse(less(number, total), body))
-
-
-def _by_blocks(rows: RowProgram) -> Stmt:
-    lane = Axis.of("t", "thread_x", BLOCK_THREADS)
-    block = Axis.of("b", "block_x", size_of(rows.spatial))
-    team = Team(BLOCK_THREADS, lane.var)
-    body, parts = _row(rows, team, block.var)
-    return on_axes([block], team.with_parts(parts, on_axes([lane], body)))
 
 
 def _row(rows: RowProgram, team: Team, number: SymExpr) -> tuple[Stmt, Buffer]:
