@@ -76,7 +76,10 @@ def to_texts(codes: np.ndarray) -> np.ndarray:
     """Strings, an object array, of codes of the call."""
     known = _strings()
     texts = np.empty(codes.size, dtype=object)
-    texts[:] = [known.get(code, "") if code else "" for code in codes.ravel().tolist()]
+    try:
+        texts[:] = [known[code] if code else "" for code in codes.ravel().tolist()]
+    except KeyError as error:
+        raise ExecutionError(f"a tensor of text holds {error}, the code of no string of this call") from error
     return texts.reshape(codes.shape)
 
 

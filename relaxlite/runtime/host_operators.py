@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from relaxlite import strings
+from relaxlite.errors import ExecutionError
 
 PREFIX = "host."
 Options = Mapping[str, Any]
@@ -125,11 +126,17 @@ def _spacings(options: Options) -> Sequence[tuple[int, int]]:
 
 def _decoded_picture(encoded: np.ndarray, options: Options) -> Sequence[np.ndarray]:
     """Pixels uint8 (height, width, channels) of a picture in a format that Pillow reads."""
-    from PIL import Image  # optional, for models that decode pictures
+    try:
+        from PIL import Image  # optional, for models that decode pictures
+    except ImportError as error:
+        raise ExecutionError("ImageDecoder needs Pillow: pip install pillow") from error
 
     layout = options["pixel_format"]
-    with Image.open(io.BytesIO(encoded.tobytes())) as picture:
-        pixels = np.asarray(picture.convert("L" if layout == "Grayscale" else "RGB"))
+    try:
+        with Image.open(io.BytesIO(encoded.tobytes())) as picture:
+            pixels = np.asarray(picture.convert("L" if layout == "Grayscale" else "RGB"))
+    except Exception as error:  # whatever Pillow raises for a damaged file
+        raise ExecutionError(f"ImageDecoder cannot decode {encoded.size} bytes as a picture: {error}") from error
     if layout == "Grayscale":
         return [pixels[..., None]]
     return [pixels[..., ::-1] if layout == "BGR" else pixels]

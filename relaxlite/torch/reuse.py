@@ -101,9 +101,10 @@ class _Match:
         operand = node.args[0]
         assert isinstance(operand, torch.fx.Node)
         own, other = ([_expression(d).xreplace(sizes) for d in _val(x).shape] for x in (node, operand))
-        if own == other:
+        is_same = own == other and _val(node).dtype == _val(operand).dtype
+        if is_same:
             self._operands[node] = self._operands.get(operand, operand)
-        return own == other
+        return is_same
 
     def _match_node(self, left: torch.fx.Node, right: torch.fx.Node) -> bool:
         self._nodes[left] = right

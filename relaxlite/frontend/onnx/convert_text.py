@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -51,7 +52,13 @@ def string_split(n: Node) -> Result:
 
 @onnx_op("RegexFullMatch", since=20)
 def regex_full_match(n: Node) -> Result:
-    return host_call(n, [_text_input(n, 0)], {"pattern": n.text("pattern")}, [TensorType.of(n.shape(), "bool")])[0]
+    """RegexFullMatch, by Python's regular expressions."""
+    pattern = n.text("pattern")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        n.fail(f"attribute 'pattern' is no regular expression that Python takes: {pattern!r}: {error}")
+    return host_call(n, [_text_input(n, 0)], {"pattern": pattern}, [TensorType.of(n.shape(), "bool")])[0]
 
 
 @onnx_op("StringNormalizer", since=10)

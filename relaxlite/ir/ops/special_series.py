@@ -56,7 +56,7 @@ def _repeat(count: Scalar, body: Callable[[SymVar], Stmt]) -> Stmt:
     return LetIndex(times, count.maximum(0.0).cast("int64").value, For(step, times, body(step)))
 
 
-_BERNOULLI = (  # B(2), B(4), ..., B(24)
+_BERNOULLI = (  # B(2 * k) for k from 1 to 12
     1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6, -3617 / 510, 43867 / 798, -174611 / 330, 854513 / 138,
     -236364091 / 2730,
 )  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto
 
 import relaxlite
-from relaxlite.errors import ExecutionError, InputError
+from relaxlite.errors import ExecutionError, ImportModelError, InputError
 from relaxlite.frontend.onnx import from_onnx
 from tests.support.onnx_models import model, node, value
 
@@ -145,6 +145,25 @@ def test_host_operators_show_in_the_bytecode() -> None:
     exe = relaxlite.compile(from_onnx(proto))
     assert exe(np.array(["aa", "b", ""], dtype=object)).tolist() == [True, False, False]
     assert "extern:host.RegexFullMatch" in exe.disassemble()
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused_at_import() -> None:
+    """It used to fail in the call, as an exception of Python's."""
+    proto = model(
+        [node("RegexFullMatch", ["x"], pattern="a(")],
+        [value("x", ["n"], "string")],
+        [value("y", None, "bool")],
+        opset=20,
+    )
+    with pytest.raises(ImportModelError, match=r"'pattern' is no regular expression that Python takes: 'a\('"):
+        from_onnx(proto)
+
+
+def test_bytes_that_are_no_picture_are_refused() -> None:
+    proto = model([node("ImageDecoder", ["x"])], [value("x", ["n"], "uint8")], [value("y", None, "uint8")], opset=20)
+    exe = relaxlite.compile(from_onnx(proto))
+    with pytest.raises(ExecutionError, match="ImageDecoder cannot decode 3 bytes as a picture"):
+        exe(np.array([1, 2, 3], np.uint8))
 
 
 def test_narrow_types_go_through_a_branch() -> None:
